@@ -1,0 +1,1 @@
+"""Workloads, replay, measurements, reports. Nothing imports it."""

@@ -1,0 +1,1 @@
+"""Processes: scheduler, worker, front door; their supervision, configuration and journal."""

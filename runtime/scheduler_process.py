@@ -1,0 +1,223 @@
+"""The scheduler process: carries messages to the central core and its commands to peers. Events only: no prompt is read
+here, no token passes here, no device is touched."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, assert_never
+
+import msgspec
+
+from forebay.runtime import logs
+from forebay.runtime.config import Configuration, ConfigurationError, load, model_spec, parse
+from forebay.runtime.loop import Failure, on_signals, run
+from forebay.runtime.recording import CentralHeader, Header, Recorder
+from forebay.runtime.supervisor import Child, Supervisor
+from forebay.sched.central import (
+    CentralCommand,
+    CentralCore,
+    CentralEvent,
+    CentralSettings,
+    Dismiss,
+    Drain,
+    Drained,
+    PeerGone,
+    Placement,
+    Received,
+    Send,
+    Tick,
+)
+from forebay.transport.addresses import RefusedAddress, runtime_folder
+from forebay.transport.codec import read_to_scheduler
+from forebay.transport.messages import (
+    PROTOCOL_VERSION,
+    Join,
+    ModelFailed,
+    ModelReady,
+    Open,
+    Refused,
+    Stop,
+    ToFrontDoor,
+    ToScheduler,
+    ToWorker,
+)
+from forebay.transport.zeromq import AddressInUse, ZmqHub
+
+
+def serve(config: Path | None, port: int | None, journal: Path | None, ready_file: Path | None) -> int:
+    """Runs the server until SIGTERM or SIGINT; returns the exit status."""
+    log = logs.set_up("scheduler")
+    try:
+        configuration = parse({}, "no configuration", Path.cwd()) if config is None else load(config)
+    except ConfigurationError as error:
+        log.error("the configuration cannot be used", error=str(error))
+        return 1
+    if port is not None:
+        configuration = msgspec.structs.replace(
+            configuration, http=msgspec.structs.replace(configuration.http, port=port)
+        )
+    try:
+        return run(SchedulerProcess(configuration, config, journal, ready_file, log).run())
+    except (RefusedAddress, AddressInUse, PermissionError) as error:
+        log.error("cannot start", error=str(error))
+        return 1
+
+
+class SchedulerProcess:
+    def __init__(
+        self, configuration: Configuration, config: Path | None, journal: Path | None, ready_file: Path | None, log: Any
+    ) -> None:
+        self._configuration = configuration
+        self._config = config
+        self._journal = journal
+        self._ready_file = ready_file
+        self._log = log
+        settings = CentralSettings(
+            tuple(Placement(model_spec(model), model.placement) for model in configuration.models),
+            configuration.device_settings(os.cpu_count() or 1),
+            configuration.queue_bound,
+            configuration.timeouts.heartbeat,
+            configuration.timeouts.silence,
+        )
+        header = Header(PROTOCOL_VERSION, "central", CentralHeader(settings))
+        self._core: Recorder[CentralEvent, CentralCommand] = Recorder(CentralCore(settings), header, journal)
+        self._peers: dict[int, str] = {}  # by process id, of this host's peers
+        self._pids: dict[str, int] = {}
+        self._problem: str | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        failure = Failure()
+        self._ended = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._hurry = asyncio.Event()
+        on_signals(self._on_signal)
+        self._hub: ZmqHub[ToWorker | ToFrontDoor, ToScheduler] = ZmqHub(
+            self._configuration.control_endpoint(), read_to_scheduler(), self._on_messages, self._on_unreadable
+        )
+        self._sockets = tempfile.mkdtemp(prefix="run-", dir=runtime_folder())
+        self._supervisor = Supervisor(self._log, self._on_exit, self._on_hopeless)
+        self._log.info("the scheduler listens", endpoint=self._hub.endpoint, config=str(self._config or "none"))
+        try:
+            self._start_children()
+            self._tick(loop)
+            await failure.or_done(self._ended.wait())
+            await failure.or_done(self._drain())
+        finally:
+            await self._supervisor.stop(self._ask_to_stop, self._configuration.timeouts.stop)
+            self._hub.close()
+            self._core.close()
+            shutil.rmtree(self._sockets, ignore_errors=True)
+        self._log.info("the scheduler ended", problem=self._problem or "none")
+        return 0 if self._problem is None else 1
+
+    def _start_children(self) -> None:
+        http = self._configuration.http
+        self._supervisor.add(
+            "front door",
+            "forebay.runtime.front_door",
+            [
+                *("--scheduler", self._hub.endpoint, "--sockets", self._sockets),
+                *("--host", http.host, "--port", str(http.port)),
+                *("--grace", str(self._configuration.timeouts.stop * 0.6)),
+                *(("--config", str(self._config)) if self._config else ()),
+            ],
+        )
+        journal = ("--journal", str(self._journal.resolve())) if self._journal else ()
+        for device in self._configuration.devices:
+            if device.spawn:
+                self._supervisor.add(
+                    f"worker {device.device}",
+                    "forebay.runtime.worker",
+                    ["--gpu", device.device, "--scheduler", self._hub.endpoint, *journal],
+                )
+
+    # What comes in -------------------------------------------------------------------------------------------------
+
+    def _on_messages(self, peer: str, messages: list[ToScheduler]) -> None:
+        for message in messages:
+            match message:
+                case Join(pid=pid) | Open(pid=pid):
+                    self._peers[pid], self._pids[peer] = peer, pid
+                    if (child := self._supervisor.by_pid(pid)) is not None:
+                        child.ready()
+                    if isinstance(message, Open):
+                        self._on_open(message)
+                case ModelReady(model):
+                    self._log.info("a model is ready", model=model, worker=peer, max_context=message.max_context)
+                case ModelFailed(model, reason):
+                    self._log.error("a model could not be loaded", model=model, worker=peer, reason=reason)
+                case _:
+                    pass
+            self._decide(Received(peer, message))
+
+    def _on_unreadable(self, peer: str, error: Exception) -> None:
+        self._log.error("an unreadable frame", peer=peer, error=str(error))
+        self._hub.send(peer, Refused(str(error)))
+
+    def _on_open(self, message: Open) -> None:
+        self._log.info("requests can be sent", url=message.url)
+        if self._ready_file is not None:
+            partial = self._ready_file.with_name(f".{self._ready_file.name}.{os.getpid()}")
+            partial.write_bytes(msgspec.json.encode({"url": message.url, "endpoint": self._hub.endpoint}))
+            partial.replace(self._ready_file)
+
+    def _on_exit(self, child: Child, pid: int, reason: str) -> None:
+        peer = self._peers.pop(pid, None)
+        if peer is not None:
+            self._pids.pop(peer, None)
+            self._decide(PeerGone(peer, f"its process {reason}"))
+
+    def _on_hopeless(self, reason: str) -> None:
+        self._log.error("cannot go on", reason=reason)
+        self._problem = reason
+        self._hurry.set()
+        self._ended.set()
+
+    def _on_signal(self) -> None:
+        if self._ended.is_set():
+            self._log.warning("a second signal: not waiting for running requests")
+            self._hurry.set()
+        self._ended.set()
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._decide(Tick())
+        self._core.flush()
+        loop.call_later(self._configuration.timeouts.heartbeat / 2, self._tick, loop)
+
+    # What goes out -------------------------------------------------------------------------------------------------
+
+    def _decide(self, event: CentralEvent) -> None:
+        for command in self._core.handle(asyncio.get_running_loop().time(), event):
+            match command:
+                case Send(peer, message):
+                    self._hub.send(peer, message)
+                case Dismiss(peer, reason):
+                    self._log.error("a peer was dismissed", peer=peer, reason=reason)
+                    if (pid := self._pids.get(peer)) is not None:
+                        self._supervisor.kill(pid)
+                case Drained():
+                    self._drained.set()
+                case _:
+                    assert_never(command)
+
+    async def _drain(self) -> None:
+        """Waits for running requests, no longer than the configuration allows and not after a second signal."""
+        if self._problem is not None:
+            return
+        bound = self._configuration.timeouts.drain
+        self._log.info("draining: no new requests are taken", allowed_s=bound)
+        self._decide(Drain())
+        waits = [asyncio.create_task(event.wait()) for event in (self._drained, self._hurry)]
+        done, pending = await asyncio.wait(waits, timeout=bound, return_when=asyncio.FIRST_COMPLETED)
+        for wait in pending:
+            wait.cancel()
+        if not done:
+            self._log.warning("requests were still running and are cut off", allowed_s=bound)
+
+    def _ask_to_stop(self) -> None:
+        for peer, pid in self._pids.items():
+            if self._supervisor.by_pid(pid) is not None:
+                self._hub.send(peer, Stop("the scheduler ends"))

@@ -1,0 +1,161 @@
+"""Starts processes, notices how they end, starts them again, and ends them for good. Decides nothing about requests.
+
+Starting has three outcomes: the process becomes ready (its owner says so), it raises (it exits with EXIT_UNUSABLE: what
+it was told cannot work), or it dies. Stopping is ask, wait, kill, join.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from forebay.runtime.child import EXIT_UNUSABLE
+from forebay.sched.backoff import STABLE_S, restart_delay
+
+DEATHS_BEFORE_READY = 4
+"""A process that never became ready is given up after so many deaths."""
+
+
+class Child:
+    """One process that is to run: the current instance, if any, and its history."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self.module = module
+        self.arguments = tuple(arguments)
+        self.process: asyncio.subprocess.Process | None = None
+        self.deaths = 0
+        self.was_ready = False
+        self._ready_at: float | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
+
+    def ready(self) -> None:
+        """Its owner has heard from the current instance that it works."""
+        self.was_ready = True
+        self._ready_at = asyncio.get_running_loop().time()
+
+    def died(self) -> float | None:
+        """Seconds to wait before it is started again, or None if it is given up."""
+        now = asyncio.get_running_loop().time()
+        if self._ready_at is not None and now - self._ready_at > STABLE_S:
+            self.deaths = 0
+        self._ready_at = None
+        self.deaths += 1
+        if not self.was_ready and self.deaths >= DEATHS_BEFORE_READY:
+            return None
+        return restart_delay(self.deaths)
+
+
+class Supervisor:
+    """`on_exit(child, pid, reason)` is called for every end of a process; `on_hopeless(reason)` once, when a child
+    cannot be started at all."""
+
+    def __init__(
+        self, log: Any, on_exit: Callable[[Child, int, str], None], on_hopeless: Callable[[str], None]
+    ) -> None:
+        self._log = log
+        self._on_exit = on_exit
+        self._on_hopeless = on_hopeless
+        self._children: dict[str, Child] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stopping = False
+
+    def add(self, name: str, module: str, arguments: Sequence[str]) -> None:
+        """Keeps a process running: `python -m MODULE ARGUMENTS... --parent DESCRIPTOR`."""
+        child = self._children[name] = Child(name, module, arguments)
+        self._tasks[name] = asyncio.create_task(self._keep_running(child), name=f"supervise {name}")
+
+    def by_pid(self, pid: int) -> Child | None:
+        return next((child for child in self._children.values() if child.pid == pid), None)
+
+    async def _keep_running(self, child: Child) -> None:
+        while not self._stopping:
+            pid, status = await self._run(child)
+            reason = describe(status)
+            self._on_exit(child, pid, reason)
+            if self._ending():
+                return
+            delay = child.died()
+            if status == EXIT_UNUSABLE or delay is None:
+                why = "it cannot work as configured" if status == EXIT_UNUSABLE else f"{child.deaths} times in a row"
+                self._on_hopeless(f"{child.name} {reason} ({why}); its last log lines above say more")
+                return
+            self._log.warning("a process died and will be started again", child=child.name, how=reason, in_s=delay)
+            await asyncio.sleep(delay)
+
+    def _ending(self) -> bool:
+        return self._stopping
+
+    async def _run(self, child: Child) -> tuple[int, int]:
+        """Runs one instance to its end: (process id, exit status, negative for a signal)."""
+        read_end, write_end = os.pipe()
+        try:
+            # A session of its own: Ctrl-C is for the scheduler, which then ends its children in good order.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                child.module,
+                *child.arguments,
+                "--parent",
+                str(read_end),
+                pass_fds=(read_end,),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        child.process = process
+        self._log.info("started", child=child.name, pid=process.pid)
+        try:
+            return process.pid, await process.wait()
+        finally:
+            os.close(write_end)
+            if process.returncode is None:  # we were cancelled: it goes, and is joined by the loop's child watcher
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+            child.process = None
+
+    def kill(self, pid: int) -> None:
+        """Ends a process that no longer answers; it is started again as after any death."""
+        child = self.by_pid(pid)
+        if child is not None and child.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGKILL)
+
+    async def stop(self, ask: Callable[[], Awaitable[None] | None], grace_s: float) -> None:
+        """Asks all processes to end, waits that long, kills what is left, and joins everything."""
+        self._stopping = True
+        asked = ask()
+        if asked is not None:
+            await asked
+        running = [task for name, task in self._tasks.items() if self._children[name].process is not None]
+        if running:
+            await asyncio.wait(running, timeout=grace_s)
+        for child in self._children.values():
+            if child.pid is not None:
+                self._log.warning("killed: it did not end in time", child=child.name, pid=child.pid, allowed_s=grace_s)
+                self.kill(child.pid)
+        for task in self._tasks.values():
+            if not task.done() and task not in running:
+                task.cancel()  # it only waits to start something again
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    if status < 0:
+        try:
+            return f"was ended by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was ended by signal {-status}"
+    return f"exited with status {status}"

@@ -1,0 +1,266 @@
+"""The worker process: carries messages to the lane core, its commands to the model runners, and tokens to front doors.
+
+The event loop has this thread; model work runs in the device's own. Nothing here waits for a step.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, assert_never
+
+from forebay.gpu.device import Device, open_device, parse_device
+from forebay.gpu.errors import DeviceError, ModelLoadError
+from forebay.gpu.runner import ModelRunner
+from forebay.runtime import logs
+from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
+from forebay.runtime.loop import Failure, on_signals, run
+from forebay.runtime.recording import Header, LaneSettings, Recorder, make_lane_core
+from forebay.sched.lane import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
+from forebay.sched.policy import FirstComeFirstServed
+from forebay.transport.codec import read_to_worker
+from forebay.transport.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    CloseSequence,
+    DeviceSettings,
+    Heartbeat,
+    Join,
+    Leave,
+    Load,
+    ModelFailed,
+    ModelReady,
+    ModelSpec,
+    OpenSequence,
+    Refused,
+    Rejoin,
+    Start,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    Stop,
+    ToFrontDoor,
+    ToScheduler,
+    ToWorker,
+    Welcome,
+)
+from forebay.transport.zeromq import ZmqFeed, ZmqLink
+
+WAITING_HEARTBEAT_S = 1.0
+"""How often a worker says that it lives before a scheduler has told it how often."""
+
+KEPT_FEEDS = 4
+"""Front doors whose connections are kept; one that is gone is replaced by a newer one."""
+
+
+def work(gpu: str, scheduler: str, journal: Path | None, parent: int | None) -> int:
+    """Runs a worker until it is stopped; returns the exit status."""
+    if parent is not None:
+        end_with_parent(parent)
+    log = logs.set_up(f"worker {gpu}")
+    try:
+        parse_device(gpu)
+        return run(WorkerProcess(gpu, scheduler, journal, log).run())
+    except (DeviceError, ValueError) as error:
+        log.error("this worker cannot work", error=str(error))
+        return EXIT_UNUSABLE
+
+
+class WorkerProcess:
+    def __init__(self, gpu: str, scheduler: str, journal: Path | None, log: Any) -> None:
+        self._gpu = gpu
+        self._scheduler = scheduler
+        self._journal = journal
+        self._log = log
+        self._id = f"{gpu}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._heartbeat_s = WAITING_HEARTBEAT_S
+        self._welcomed = False
+        self._settings: DeviceSettings | None = None
+        self._device: Device | None = None
+        self._core: Recorder[LaneEvent, LaneCommand] | None = None
+        self._runners: dict[str, ModelRunner] = {}
+        self._failed: dict[str, str] = {}
+        self._feeds: dict[str, ZmqFeed[ToFrontDoor]] = {}
+        self._to_load: asyncio.Queue[ModelSpec] = asyncio.Queue()
+        self._exit: asyncio.Future[int]
+
+    async def run(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        self._failure = Failure()
+        self._exit = self._loop.create_future()
+        on_signals(lambda: self._end(0, "it was told to end by a signal"))
+        self._link: ZmqLink[ToScheduler, ToWorker] = ZmqLink(
+            self._scheduler, self._id, read_to_worker(), self._on_messages, self._on_unreadable
+        )
+        self._log.info("joining", scheduler=self._scheduler, id=self._id)
+        self._join()
+        self._beat()
+        loader = asyncio.create_task(self._load_models(), name="load models")
+        loader.add_done_callback(self._loader_ended)
+        try:
+            return await self._failure.or_done(self._exit)
+        finally:
+            loader.cancel()
+            await asyncio.gather(loader, return_exceptions=True)
+            self._link.close()
+            for feed in self._feeds.values():
+                feed.close()
+            if self._device is not None:
+                self._device.close()
+            if self._core is not None:
+                self._core.close()
+
+    def _end(self, status: int, reason: str) -> None:
+        if not self._exit.done():
+            self._link.send(Leave(reason))
+            self._exit.set_result(status)
+
+    # The scheduler -------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        self._welcomed = False
+        self._link.send(Join(PROTOCOL_VERSION, self._gpu, os.getpid(), socket.gethostname()))
+
+    def _beat(self) -> None:
+        # Also before the welcome: a scheduler that came up later answers it with Rejoin.
+        self._link.send(Heartbeat())
+        if self._core is not None:
+            self._core.flush()
+        self._loop.call_later(self._heartbeat_s, self._beat)
+
+    def _on_unreadable(self, peer: str, error: Exception) -> None:
+        self._log.error("an unreadable frame", error=str(error))
+        self._end(EXIT_UNUSABLE, str(error))
+
+    def _on_messages(self, messages: list[ToWorker]) -> None:
+        for message in messages:
+            match message:
+                case Start() | Cancel():
+                    self._decide(message)
+                case Welcome(_, heartbeat_s, settings):
+                    self._welcome(heartbeat_s, settings)
+                case Load(model):
+                    self._load(model)
+                case Rejoin(reason):
+                    self._log.warning("joining anew; all requests are dropped", reason=reason)
+                    if self._core is not None:
+                        self._decide(Reset(reason))
+                    self._join()
+                case Refused(reason):
+                    self._log.error("the scheduler refused this worker", reason=reason)
+                    self._end(EXIT_UNUSABLE, reason)
+                case Stop(reason):
+                    self._log.info("stopping", reason=reason)
+                    self._end(0, reason)
+                case Heartbeat():
+                    pass
+                case _:
+                    assert_never(message)
+
+    def _welcome(self, heartbeat_s: float, settings: DeviceSettings | None) -> None:
+        self._welcomed = True
+        self._heartbeat_s = heartbeat_s
+        if settings is None:
+            self._log.info("joined; the configuration does not name this device, so there is nothing to load")
+            return
+        if self._settings is not None and self._settings != settings:
+            reason = f"{self._gpu} is open with {self._settings}, the scheduler now wants {settings}: start it again"
+            self._log.error("the configuration changed", reason=reason)
+            return self._end(EXIT_UNUSABLE, reason)
+        if self._device is None:
+            try:
+                self._device = open_device(self._gpu, settings)
+            except DeviceError as error:
+                self._log.error("the device cannot be opened", gpu=self._gpu, error=str(error))
+                return self._end(EXIT_UNUSABLE, str(error))
+            self._settings = settings
+            lane = LaneSettings(
+                self._device.pool.capacity // settings.slab_bytes, settings.slab_bytes, FirstComeFirstServed.name
+            )
+            header = Header(PROTOCOL_VERSION, f"lane-{self._gpu}-{os.getpid()}", lane)
+            self._core = Recorder(make_lane_core(lane), header, self._journal)
+        self._log.info("joined", memory=self._device.pool.capacity, threads=settings.threads)
+
+    # Models --------------------------------------------------------------------------------------------------------
+
+    def _load(self, spec: ModelSpec) -> None:
+        runner = self._runners.get(spec.name)
+        if runner is None:
+            self._to_load.put_nowait(spec)
+        elif runner.spec == spec:
+            self._link.send(_ready(runner))
+        else:
+            reason = f"this worker holds {runner.spec}, not {spec}; start it again"
+            self._link.send(ModelFailed(spec.name, reason))
+
+    async def _load_models(self) -> None:
+        while True:
+            spec = await self._to_load.get()
+            if (runner := self._runners.get(spec.name)) is not None:
+                self._link.send(_ready(runner))  # asked for again while it was being loaded
+                continue
+            assert self._device is not None, "models are loaded after the welcome"
+            self._log.info("loading", model=spec.name, path=spec.path, dtype=spec.dtype)
+            try:
+                runner = await asyncio.to_thread(self._device.load, spec)
+            except ModelLoadError as error:
+                self._log.error("a model could not be loaded", model=spec.name, error=str(error))
+                self._link.send(ModelFailed(spec.name, str(error)))
+                continue
+            self._runners[spec.name] = runner
+            self._decide(ModelOpened(spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens))
+            self._link.send(_ready(runner))
+
+    def _loader_ended(self, loader: "asyncio.Task[None]") -> None:
+        if not loader.cancelled() and (error := loader.exception()) is not None:
+            self._failure.set(error)
+
+    # Steps ---------------------------------------------------------------------------------------------------------
+
+    def _decide(self, event: LaneEvent) -> None:
+        assert self._core is not None, "requests come after the welcome"
+        for command in self._core.handle(self._loop.time(), event):
+            match command:
+                case StepPlan():
+                    self._launch(command)
+                case Deliver(sink, messages):
+                    feed = self._feed(sink)
+                    for message in messages:
+                        feed.send(message)
+                case Report(message):
+                    self._link.send(message)
+                case OpenSequence():
+                    self._runners[command.model].open(command)
+                case CloseSequence():
+                    self._runners[command.model].close(command)
+                case _:
+                    assert_never(command)
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._runners[plan.model].launch(plan).add_done_callback(
+            lambda future: self._loop.call_soon_threadsafe(self._landed, plan.step, future)
+        )
+
+    def _landed(self, step: int, future: "Future[StepDone]") -> None:
+        if self._exit.done():
+            return
+        error = future.exception()
+        if error is None:
+            self._decide(future.result())
+        else:
+            self._log.error("a step failed", step=step, error=repr(error), exc_info=error)
+            self._decide(StepFailed(step, str(error) or repr(error)))
+
+    def _feed(self, sink: str) -> "ZmqFeed[ToFrontDoor]":
+        feed = self._feeds.get(sink)
+        if feed is None:
+            while len(self._feeds) >= KEPT_FEEDS:
+                self._feeds.pop(next(iter(self._feeds))).close()
+            feed = self._feeds[sink] = ZmqFeed(sink)
+        return feed
+
+
+def _ready(runner: ModelRunner) -> ModelReady:
+    return ModelReady(runner.spec.name, runner.max_context, runner.blocks, runner.block_bytes)

@@ -1,0 +1,497 @@
+"""The central core: admission, routing and the one ending of every request, in the scheduler process.
+
+Only what decides lives here, as `handle(now, event) -> commands`. `now` is any clock in seconds that does not go back.
+Prompts pass through as bytes that nobody here reads.
+"""
+
+from collections.abc import Mapping
+from typing import assert_never
+
+import msgspec
+
+from forebay.sched import routing
+from forebay.sched.central_state import FrontDoor, Model, Request, Worker
+from forebay.sched.states import IllegalTransition
+from forebay.transport.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Cancel,
+    Catalog,
+    DeviceSettings,
+    Ended,
+    Heartbeat,
+    Interrupted,
+    Join,
+    Leave,
+    Load,
+    Message,
+    ModelFailed,
+    ModelReady,
+    ModelSpec,
+    ModelStatus,
+    Open,
+    Opened,
+    Query,
+    Refused,
+    Rejected,
+    RejectKind,
+    Rejoin,
+    Start,
+    Started,
+    Status,
+    Submit,
+    ToFrontDoor,
+    ToScheduler,
+    ToWorker,
+    Welcome,
+    WorkerStatus,
+)
+
+REQUESTS_PER_FRONT_DOOR = 1 << 32
+"""Request numbers of the n-th front door begin at n times this: no two requests ever share one."""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """A model and the devices that hold a replica of it."""
+
+    spec: ModelSpec
+    gpus: tuple[str, ...]
+
+
+class CentralSettings(msgspec.Struct, frozen=True):
+    """`queue_bound`: requests of one model that may wait in the scheduler. A peer silent for `silence_s` is lost."""
+
+    models: tuple[Placement, ...] = ()
+    devices: Mapping[str, DeviceSettings] = msgspec.field(default_factory=dict)
+    queue_bound: int = 256
+    heartbeat_s: float = 1.0
+    silence_s: float = 10.0
+
+
+class Received(Message, frozen=True):
+    peer: str
+    message: ToScheduler
+
+
+class PeerGone(Message, frozen=True):
+    """The process behind a peer has ended."""
+
+    peer: str
+    reason: str
+
+
+class Tick(Message, frozen=True):
+    """Time has passed."""
+
+
+class Drain(Message, frozen=True):
+    """Take no new requests; say `Drained` once the last one has ended."""
+
+
+CentralEvent = Received | PeerGone | Tick | Drain
+
+
+class Send(Message, frozen=True):
+    peer: str
+    message: ToWorker | ToFrontDoor
+
+
+class Dismiss(Message, frozen=True):
+    """The peer counts as lost: end its process if we started it."""
+
+    peer: str
+    reason: str
+
+
+class Drained(Message, frozen=True):
+    """No request is left."""
+
+
+CentralCommand = Send | Dismiss | Drained
+
+
+class CentralCore:
+    """Several calls to `handle`, one after the other; the commands of each are to be carried out in order."""
+
+    def __init__(self, settings: CentralSettings) -> None:
+        self.settings = settings
+        self._models = {place.spec.name: Model(place.spec, place.gpus) for place in settings.models}
+        self._workers: dict[str, Worker] = {}
+        self._doors: dict[str, FrontDoor] = {}
+        self._requests: dict[int, Request] = {}
+        self._doors_opened = 0
+        self._arrivals = 0
+        self._draining = False
+        self._commands: list[CentralCommand] = []
+        self.endings: dict[str, int] = {}
+        """How many requests ended, by how: a finish reason or a kind of rejection."""
+
+    def handle(self, now: float, event: CentralEvent) -> list[CentralCommand]:
+        match event:
+            case Received(peer, message):
+                try:
+                    self._received(now, peer, message)
+                except IllegalTransition as error:
+                    # A peer whose story does not add up is worth less than the others' service.
+                    self._lose(peer, str(error))
+                    self._send(peer, Refused(str(error)))
+                    self._commands.append(Dismiss(peer, str(error)))
+            case PeerGone(peer, reason):
+                self._lose(peer, reason)
+            case Tick():
+                self._find_silent(now)
+            case Drain():
+                self._draining = True
+                self._announce()
+                self._say_if_drained()
+            case _:
+                assert_never(event)
+        commands, self._commands = self._commands, []
+        return commands
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def check(self) -> None:
+        """Asserts that every live request is in exactly the places that its state says."""
+        for request in self._requests.values():
+            model = self._models[request.model]
+            worker = self._workers.get(request.worker) if request.worker else None
+            assert (request.state == "queued") == (request.number in model.queue), request
+            on_worker = request.state in ("running", "cancelling")
+            assert on_worker == (worker is not None and request.number in worker.requests), request
+            assert request.door in self._doors or request.state == "cancelling", request
+        for worker in self._workers.values():
+            held = [self._requests[number] for number in worker.requests]
+            for name in worker.replicas:
+                mine = [request for request in held if request.model == name]
+                assert worker.held(name) == len(mine), (worker.id, name)
+            assert worker.outstanding == sum(request.cost for request in held), worker.id
+        for model in self._models.values():
+            assert list(model.queue) == sorted(model.queue, key=model.queue.__getitem__), model.spec.name
+
+    # Peers ---------------------------------------------------------------------------------------------------------
+
+    def _received(self, now: float, peer: str, message: ToScheduler) -> None:
+        if isinstance(message, Join):
+            return self._join(now, peer, message)
+        if isinstance(message, Open):
+            return self._open(now, peer, message)
+        if (worker := self._workers.get(peer)) is not None:
+            worker.last_heard = now
+            return self._from_worker(worker, message)
+        if (door := self._doors.get(peer)) is not None:
+            door.last_heard = now
+            return self._from_door(door, message)
+        if not isinstance(message, Leave):
+            self._send(
+                peer,
+                Rejoin("this scheduler does not know you: it was restarted, or you were silent too long"),
+            )
+
+    def _join(self, now: float, peer: str, join: Join) -> None:
+        if self._versions_differ(peer, join.version):
+            return
+        self._lose(peer, "it joined anew")
+        for other in self._workers.values():
+            if other.gpu == join.gpu and other.host == join.host:
+                reason = f"{join.gpu} of {join.host} has a worker already: {other.id}, process {other.pid}"
+                return self._send(peer, Refused(reason))
+        worker = Worker(peer, join.gpu, join.host, join.pid, now)
+        self._workers[peer] = worker
+        settings = self.settings.devices.get(join.gpu)
+        self._send(peer, Welcome(PROTOCOL_VERSION, self.settings.heartbeat_s, settings))
+        if settings is not None:
+            for model in self._models.values():
+                if join.gpu in model.gpus:
+                    worker.add(model.spec.name)
+                    self._send(peer, Load(model.spec))
+        worker.settle()
+        self._announce()
+
+    def _open(self, now: float, peer: str, message: Open) -> None:
+        if self._versions_differ(peer, message.version):
+            return
+        self._lose(peer, "it opened anew")
+        self._doors[peer] = FrontDoor(peer, message.sink, now)
+        self._doors_opened += 1
+        first = self._doors_opened * REQUESTS_PER_FRONT_DOOR
+        self._send(peer, Opened(PROTOCOL_VERSION, self.settings.heartbeat_s, first))
+        self._send(peer, self._catalog())
+
+    def _versions_differ(self, peer: str, version: int) -> bool:
+        if version == PROTOCOL_VERSION:
+            return False
+        reason = f"you speak protocol {version}, this scheduler {PROTOCOL_VERSION}: install the same forebay on both"
+        self._send(peer, Refused(reason))
+        return True
+
+    def _find_silent(self, now: float) -> None:
+        peers: list[Worker | FrontDoor] = [*self._workers.values(), *self._doors.values()]
+        for peer in peers:
+            silence = now - peer.last_heard
+            if silence > self.settings.silence_s:
+                reason = f"silent for {silence:.1f} s (allowed: {self.settings.silence_s:g})"
+                self._lose(peer.id, reason)
+                self._commands.append(Dismiss(peer.id, reason))
+
+    def _lose(self, peer: str, reason: str) -> None:
+        if (worker := self._workers.pop(peer, None)) is not None:
+            worker.move("lose")
+            for number in sorted(worker.requests):
+                request = self._requests[number]
+                request.move("lose")
+                worker.release(request)
+                if request.state == "interrupted":
+                    self._send(request.door, Interrupted(number, request.epoch, f"worker {peer} was lost: {reason}"))
+                else:
+                    self._conclude(request, "aborted")
+            self._fail_hopeless()
+            self._announce()
+        elif (door := self._doors.pop(peer, None)) is not None:
+            for number in sorted(door.requests):
+                self._abort(self._requests[number])
+
+    # Workers -------------------------------------------------------------------------------------------------------
+
+    def _from_worker(self, worker: Worker, message: ToScheduler) -> None:
+        match message:
+            case ModelReady(name, max_context):
+                worker.finish_loading(name, "ready", max_context)
+                self._models[name].was_ready = True
+                self._announce()
+                self._dispatch(self._models[name])
+            case ModelFailed(name, reason):
+                worker.finish_loading(name, "fail", reason=reason)
+                self._fail_hopeless()
+                self._announce()
+            case Ended(number, epoch, reason, generated):
+                request = self._requests.get(number)
+                if request is None or request.worker != worker.id or request.epoch != epoch:
+                    return  # an ending that crossed with ours
+                request.move("end")
+                worker.release(request)
+                model = self._models[request.model]
+                if reason in ("stop", "length"):
+                    model.mean_output = routing.updated_mean(model.mean_output, generated)
+                self._conclude(request, reason)
+                self._dispatch(model)
+            case Leave(reason):
+                self._lose(worker.id, f"it left: {reason}")
+            case Started() | Heartbeat():
+                pass
+            case _:
+                raise IllegalTransition(
+                    f"worker {worker.id} sent {type(message).__name__}, which only front doors send"
+                )
+
+    def _dispatch(self, model: Model) -> None:
+        """Gives waiting requests to replicas, oldest first, while any has room."""
+        name, bound = model.spec.name, routing.window(model.spec)
+        while model.queue:
+            choice = routing.least_loaded(
+                (worker.outstanding, worker.id)
+                for worker in self._workers.values()
+                if worker.serves(name) and worker.held(name) < bound
+            )
+            if choice is None:
+                return
+            request = self._requests[next(iter(model.queue))]
+            del model.queue[request.number]
+            request.move("dispatch")
+            worker = self._workers[choice]
+            submit = request.submit
+            cost = routing.outstanding_tokens(
+                len(submit.tokens) // 4, submit.prompt_tokens, submit.sampling.max_tokens, model.mean_output
+            )
+            worker.hold(request, cost)
+            self._send(
+                choice,
+                Start(
+                    submit.request,
+                    submit.epoch,
+                    name,
+                    submit.tokens,
+                    submit.prompt_tokens,
+                    submit.sampling,
+                    self._doors[request.door].sink,
+                ),
+            )
+
+    def _fail_hopeless(self) -> None:
+        """A model that failed on every device that could hold it never comes: what waits for it is told so."""
+        for model in self._models.values():
+            if model.queue and (reason := self._hopeless(model)):
+                for number in list(model.queue):
+                    self._reject(self._requests[number], "failed", reason)
+
+    def _hopeless(self, model: Model) -> str:
+        """Why no replica will ever be ready, or nothing where one may."""
+        replicas = [
+            replica
+            for worker in self._workers.values()
+            if (replica := worker.replicas.get(model.spec.name)) is not None
+        ]
+        if len(replicas) < len(model.gpus) or any(replica.state != "failed" for replica in replicas):
+            return ""
+        return f"model {model.spec.name!r} could not be loaded: {replicas[0].reason}"
+
+    # Requests ------------------------------------------------------------------------------------------------------
+
+    def _from_door(self, door: FrontDoor, message: ToScheduler) -> None:
+        match message:
+            case Submit(request=number):
+                request = self._requests.get(number)
+                if request is None:
+                    self._admit(door, message)
+                elif request.state == "interrupted" and message.epoch == request.epoch + 1:
+                    request.move("resubmit")
+                    request.submit = message
+                    self._enqueue(request)
+                else:
+                    raise IllegalTransition(
+                        f"front door {door.id} submitted request {number} as epoch {message.epoch}, "
+                        f"but it is {request.state} in epoch {request.epoch}"
+                    )
+            case Abort(number):
+                if (request := self._requests.get(number)) is not None:
+                    self._abort(request)
+            case Query(query):
+                self._send(door.id, Status(query, self._model_statuses(), self._worker_statuses()))
+            case Leave(reason):
+                self._lose(door.id, f"it left: {reason}")
+            case Heartbeat():
+                pass
+            case _:
+                raise IllegalTransition(f"front door {door.id} sent {type(message).__name__}, which only workers send")
+
+    def _admit(self, door: FrontDoor, submit: Submit) -> None:
+        refusal = self._refusal(submit)
+        if refusal is not None:
+            kind, reason = refusal
+            self.endings[kind] = self.endings.get(kind, 0) + 1
+            self._send(door.id, Rejected(submit.request, submit.epoch, kind, reason))
+            return
+        request = Request(submit, door.id, self._arrivals)
+        self._arrivals += 1
+        self._requests[submit.request] = request
+        door.requests.add(submit.request)
+        self._enqueue(request)
+
+    def _refusal(self, submit: Submit) -> tuple[RejectKind, str] | None:
+        model = self._models.get(submit.model)
+        if model is None:
+            names = ", ".join(self._models) or "none: this scheduler has no configuration"
+            return "unknown_model", f"there is no model {submit.model!r} here (there is: {names})"
+        if reason := self._hopeless(model):
+            return "failed", reason
+        if self._draining and submit.epoch == 0:
+            return "draining", "the server is shutting down and takes no new requests"
+        if not model.was_ready:
+            return "not_ready", f"model {submit.model!r} is not loaded yet; try again in a moment"
+        context = self._max_context(model)
+        wanted = submit.prompt_tokens + submit.sampling.max_tokens
+        if context and wanted > context:
+            return "context_too_long", (
+                f"the prompt has {submit.prompt_tokens} tokens and max_tokens is {submit.sampling.max_tokens}: "
+                f"{wanted} together, where {submit.model!r} holds {context}"
+            )
+        if submit.epoch == 0 and len(model.queue) >= self.settings.queue_bound:
+            return "queue_full", (
+                f"{len(model.queue)} requests wait for model {submit.model!r} already "
+                f"(queue_bound: {self.settings.queue_bound}); try again later"
+            )
+        return None
+
+    def _enqueue(self, request: Request) -> None:
+        model = self._models[request.model]
+        model.enqueue(request)
+        if reason := self._hopeless(model):
+            self._reject(request, "failed", reason)
+        self._dispatch(model)
+
+    def _reject(self, request: Request, kind: RejectKind, reason: str) -> None:
+        self._models[request.model].queue.pop(request.number, None)
+        request.move("reject")
+        self._send(request.door, Rejected(request.number, request.epoch, kind, reason))
+        self._conclude(request, kind)
+
+    def _abort(self, request: Request) -> None:
+        if request.state == "cancelling":
+            return
+        self._models[request.model].queue.pop(request.number, None)
+        request.move("abort")
+        if request.state == "cancelling":
+            self._send(request.worker, Cancel(request.number, request.epoch))
+        else:
+            self._conclude(request, "aborted")
+
+    def _conclude(self, request: Request, how: str) -> None:
+        del self._requests[request.number]
+        if (door := self._doors.get(request.door)) is not None:
+            door.requests.discard(request.number)
+        self.endings[how] = self.endings.get(how, 0) + 1
+        self._say_if_drained()
+
+    def _say_if_drained(self) -> None:
+        if self._draining and not self._requests:
+            self._commands.append(Drained())
+
+    # What others are told ------------------------------------------------------------------------------------------
+
+    def _send(self, peer: str, message: ToWorker | ToFrontDoor) -> None:
+        self._commands.append(Send(peer, message))
+
+    def _announce(self) -> None:
+        if self._doors:
+            catalog = self._catalog()
+            for door in self._doors:
+                self._send(door, catalog)
+
+    def _catalog(self) -> Catalog:
+        return Catalog(self._model_statuses(), self._draining)
+
+    def _max_context(self, model: Model) -> int:
+        name = model.spec.name
+        return min((w.replicas[name].max_context for w in self._workers.values() if w.serves(name)), default=0)
+
+    def _model_statuses(self) -> tuple[ModelStatus, ...]:
+        return tuple(self._model_status(model) for model in self._models.values())
+
+    def _model_status(self, model: Model) -> ModelStatus:
+        name = model.spec.name
+        replicas = [w.replicas[name] for w in self._workers.values() if name in w.replicas]
+        states = {replica.state for replica in replicas}
+        reason = next((replica.reason for replica in replicas if replica.reason), "")
+        return ModelStatus(
+            name,
+            model.spec.path,
+            "ready"
+            if "ready" in states
+            else "loading"
+            if "loading" in states
+            else "failed"
+            if self._hopeless(model)
+            else "waiting",
+            model.was_ready,
+            self._max_context(model),
+            sum(replica.state == "ready" for replica in replicas),
+            len(model.queue),
+            sum(w.held(name) for w in self._workers.values()),
+            reason,
+        )
+
+    def _worker_statuses(self) -> tuple[WorkerStatus, ...]:
+        return tuple(
+            WorkerStatus(
+                worker.id,
+                worker.gpu,
+                worker.pid,
+                "draining" if self._draining else worker.status,
+                tuple(name for name, replica in worker.replicas.items() if replica.state == "ready"),
+                len(worker.requests),
+            )
+            for worker in self._workers.values()
+        )

@@ -1,0 +1,129 @@
+"""What the central core keeps: models, workers, front doors and requests. Records with a few rules, no decisions."""
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from forebay.sched.states import REPLICA, REQUEST, WORKER, IllegalTransition, move
+from forebay.transport.messages import ModelSpec, Submit, WorkerState
+
+
+@dataclass(slots=True)
+class Request:
+    """A live request. `arrival` orders all requests and survives resubmission. `cost`: tokens it was counted with on
+    its worker."""
+
+    submit: Submit
+    door: str
+    arrival: int
+    state: str = "queued"
+    worker: str = ""
+    cost: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.submit.request
+
+    @property
+    def epoch(self) -> int:
+        return self.submit.epoch
+
+    @property
+    def model(self) -> str:
+        return self.submit.model
+
+    def move(self, event: str) -> None:
+        self.state = move(REQUEST, f"request {self.number}", self.state, event)
+
+
+@dataclass(slots=True)
+class Model:
+    """`queue` holds the numbers of waiting requests, oldest first, with their arrivals. `mean_output` in tokens."""
+
+    spec: ModelSpec
+    gpus: tuple[str, ...]
+    queue: dict[int, int] = field(default_factory=dict)
+    was_ready: bool = False
+    mean_output: float = 128.0
+
+    def enqueue(self, request: Request) -> None:
+        late = bool(self.queue) and request.arrival < next(reversed(self.queue.values()))
+        self.queue[request.number] = request.arrival
+        if late:  # a resubmitted request takes the place that it had
+            self.queue = dict(sorted(self.queue.items(), key=lambda item: item[1]))
+
+
+@dataclass(slots=True)
+class Replica:
+    """One model on one worker. `max_context` in tokens."""
+
+    state: str = "loading"
+    max_context: int = 0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Worker:
+    """`outstanding`: tokens of all requests that it holds."""
+
+    id: str
+    gpu: str
+    host: str
+    pid: int
+    last_heard: float
+    state: str = "loading"
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    requests: set[int] = field(default_factory=set)
+    outstanding: int = 0
+    _held: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def status(self) -> WorkerState:
+        return cast(WorkerState, self.state)
+
+    def move(self, event: str) -> None:
+        self.state = move(WORKER, f"worker {self.id}", self.state, event)
+
+    def add(self, model: str) -> None:
+        self.replicas[model] = Replica()
+
+    def finish_loading(self, model: str, event: str, max_context: int = 0, reason: str = "") -> None:
+        """Raises IllegalTransition for a model that this worker was not told to load."""
+        replica = self.replicas.get(model)
+        if replica is None:
+            raise IllegalTransition(f"worker {self.id} speaks of model {model!r}, which it was not told to load")
+        replica.state = move(REPLICA, f"model {model!r} on worker {self.id}", replica.state, event)
+        replica.max_context, replica.reason = max_context, reason
+        self.settle()
+
+    def settle(self) -> None:
+        """Nothing left to load: the worker is ready (for what did load)."""
+        if self.state == "loading" and all(replica.state != "loading" for replica in self.replicas.values()):
+            self.move("loaded")
+
+    def serves(self, model: str) -> bool:
+        replica = self.replicas.get(model)
+        return replica is not None and replica.state == "ready"
+
+    def held(self, model: str) -> int:
+        """Requests of the model that this worker has and has not ended."""
+        return self._held.get(model, 0)
+
+    def hold(self, request: Request, cost: int) -> None:
+        request.worker, request.cost = self.id, cost
+        self.requests.add(request.number)
+        self.outstanding += cost
+        self._held[request.model] = self.held(request.model) + 1
+
+    def release(self, request: Request) -> None:
+        self.requests.remove(request.number)
+        self.outstanding -= request.cost
+        self._held[request.model] -= 1
+        request.worker, request.cost = "", 0
+
+
+@dataclass(slots=True)
+class FrontDoor:
+    id: str
+    sink: str
+    last_heard: float
+    requests: set[int] = field(default_factory=set)

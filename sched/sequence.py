@@ -1,0 +1,98 @@
+"""What the lane core keeps about one request on its device, and about one model. Records with a few rules."""
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from forebay.sched.states import SEQUENCE, move
+from forebay.transport.messages import Start
+
+BLOCK_TOKENS = 16
+"""Tokens in a KV block, of whatever model (design: blocks hold all layers of 16 tokens)."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on this device.
+
+    `known` counts the tokens that exist or that a step in flight will have drawn by the time the next one runs;
+    `computed` those whose keys and values are in blocks, or will be. `delivered` counts output tokens that were handed
+    out. `in_flight` counts steps that were launched and have not landed. The first `placed` of its blocks are in the
+    runner's table. `held`: it makes room for an older one and is not launched again before it was preempted.
+    `started` and `reported`: the scheduler was told of its start, everybody of its end."""
+
+    number: int
+    arrival: int
+    start: Start
+    state: str = "waiting"
+    known: int = 0
+    computed: int = 0
+    delivered: int = 0
+    in_flight: int = 0
+    blocks: list[int] = field(default_factory=list)
+    placed: int = 0
+    held: bool = False
+    started: bool = False
+    reported: bool = False
+
+    def __post_init__(self) -> None:
+        self.known = len(self.start.tokens) // 4
+        self.delivered = self.known - self.start.prompt_tokens
+
+    @property
+    def model(self) -> str:
+        return self.start.model
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the next steps must compute: 1 in decode, more in prefill."""
+        return self.known - self.computed
+
+    @property
+    def last_known(self) -> int:
+        """The value of `known` beyond which nothing may be drawn."""
+        return self.start.prompt_tokens + self.start.sampling.max_tokens
+
+    @property
+    def exhausted(self) -> bool:
+        """All its tokens are drawn, or in flight."""
+        return self.known >= self.last_known
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks it lacks to hold that many tokens."""
+        return max(0, -(-tokens // BLOCK_TOKENS) - len(self.blocks))
+
+    def move(self, event: str) -> None:
+        self.state = move(SEQUENCE, f"sequence {self.number} (request {self.start.request})", self.state, event)
+
+    def __lt__(self, other: "Sequence") -> bool:
+        return self.arrival < other.arrival
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One model on this device: its waiting and running sequences, both oldest first. `launched`: the number of its
+    latest step, 0 before the first."""
+
+    model: str
+    block_bytes: int
+    max_sequences: int
+    step_tokens: int
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    launched: int = 0
+
+    def wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        insort(self.running, sequence)
+
+    @property
+    def oldest(self) -> int:
+        """Arrival of its oldest sequence; call it only on a lane that has one."""
+        return min(group[0].arrival for group in (self.waiting, self.running) if group)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting

@@ -1,0 +1,61 @@
+"""All states and the moves between them, as tables. A move that is not in its table raises and changes nothing."""
+
+from collections.abc import Mapping
+from typing import Final
+
+Table = Mapping[str, Mapping[str, str]]
+"""state -> event -> next state. A state with no events is final."""
+
+
+class IllegalTransition(Exception):
+    """Somebody's story does not add up: the message names the thing, its state, the event and what was allowed."""
+
+
+def move(table: Table, thing: str, state: str, event: str) -> str:
+    """The state that follows; raises IllegalTransition."""
+    try:
+        return table[state][event]
+    except KeyError:
+        allowed = ", ".join(table.get(state, {})) or "nothing: that state is final"
+        raise IllegalTransition(f"{thing} is {state}: {event!r} cannot happen to it (allowed: {allowed})") from None
+
+
+REQUEST: Final[Table] = {
+    # A request as the scheduler sees it. Whatever is in `ended` has ended exactly once.
+    "queued": {"dispatch": "running", "abort": "ended", "reject": "ended"},
+    "running": {"end": "ended", "abort": "cancelling", "lose": "interrupted"},
+    # The worker was told to end it and has not answered: it still counts against the worker's window.
+    "cancelling": {"end": "ended", "lose": "ended"},
+    # The front door was asked to submit it again.
+    "interrupted": {"resubmit": "queued", "abort": "ended"},
+    "ended": {},
+}
+
+WORKER: Final[Table] = {
+    "loading": {"loaded": "ready", "lose": "lost"},
+    "ready": {"lose": "lost"},
+    "lost": {},
+}
+
+REPLICA: Final[Table] = {
+    # One model on one worker.
+    "loading": {"ready": "ready", "fail": "failed"},
+    "ready": {},
+    "failed": {},
+}
+
+SEQUENCE: Final[Table] = {
+    # A request as the worker's lane core sees it. `ending`: its ending was reported, but a step in flight still uses
+    # its blocks.
+    "waiting": {"admit": "running", "end": "ended"},
+    "running": {"preempt": "waiting", "end": "ended", "end_in_flight": "ending"},
+    "ending": {"land": "ended"},
+    "ended": {},
+}
+
+TABLES: Final[Mapping[str, Table]] = {
+    "request": REQUEST,
+    "worker": WORKER,
+    "replica": REPLICA,
+    "sequence": SEQUENCE,
+}

@@ -1,0 +1,1 @@
+"""Wire messages, codec and channels. Imports nothing of ours."""

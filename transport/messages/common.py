@@ -1,0 +1,46 @@
+"""Parts that messages in several directions carry."""
+
+from typing import Literal
+
+from forebay.transport.messages.base import Message, Part
+
+FinishReason = Literal["stop", "length", "aborted", "failed"]
+"""How a request ended: end-of-sequence token, `max_tokens` reached, given up by its client, or an error."""
+
+
+class Sampling(Part, frozen=True):
+    """How to choose tokens. `temperature` 0 is greedy. The draw for output token i depends on (`seed`, i) alone, so
+    a request resumed elsewhere goes on with the same text."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+
+class DeviceSettings(Part, frozen=True):
+    """What a worker may use of its device. `memory` is the KV pool's capacity in bytes; `threads` is the number of
+    CPU threads of a step (0: leave the library's own choice)."""
+
+    memory: int
+    slab_bytes: int = 256 << 20
+    threads: int = 0
+
+
+class ModelSpec(Part, frozen=True):
+    """A model to load. `path` is a folder in Hugging Face's layout (absolute). `max_context` in tokens, 0: as many as
+    the model was trained for. `max_sequences` bounds how many of its sequences run at once on one device,
+    `step_tokens` how many tokens one step may process (prefill is cut into chunks of that size)."""
+
+    name: str
+    path: str
+    dtype: str = "float32"
+    max_context: int = 0
+    max_sequences: int = 64
+    step_tokens: int = 512
+
+
+class Heartbeat(Message, frozen=True):
+    """I am alive. Anything else that a peer sends says the same."""

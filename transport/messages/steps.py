@@ -1,0 +1,65 @@
+"""What a lane core and a model runner say to each other, inside one worker.
+
+They are messages, and live here, because sched and gpu never import each other, and because a journal records them.
+"""
+
+from forebay.transport.messages.base import Message, Part
+from forebay.transport.messages.common import Sampling
+
+
+class OpenSequence(Message, frozen=True):
+    """A sequence to be run: its known tokens (uint32, little-endian), of which `prompt_tokens` are the prompt.
+    `sequence` is the lane core's own number, never used twice."""
+
+    sequence: int
+    model: str
+    tokens: bytes
+    prompt_tokens: int
+    sampling: Sampling
+
+
+class CloseSequence(Message, frozen=True):
+    """No later step names this sequence."""
+
+    sequence: int
+    model: str
+
+
+class Work(Part, frozen=True):
+    """One sequence's share of a step: compute the tokens at positions start .. start + count - 1.
+
+    `blocks` are appended to the sequence's block table first (indices of the model's blocks in the pool); with
+    `start` 0 the table begins anew. With `sample` the last of them is the last token known, and the step draws the
+    next one, which thereby becomes known."""
+
+    sequence: int
+    start: int
+    count: int
+    blocks: tuple[int, ...]
+    sample: bool
+
+
+class StepPlan(Message, frozen=True):
+    """One forward pass of one model over a packed batch."""
+
+    step: int
+    model: str
+    work: tuple[Work, ...]
+
+
+class StepDone(Message, frozen=True):
+    """`tokens` uint32[n] and `stopped` uint8[n] for the n shares with `sample`, in the plan's order; stopped is 1
+    where the token is an end-of-sequence token (and counts: not ignored, not before `min_tokens`), 2 where the
+    logits were not finite (the token means nothing). `seconds` is what the step took on the device."""
+
+    step: int
+    tokens: bytes
+    stopped: bytes
+    seconds: float
+
+
+class StepFailed(Message, frozen=True):
+    """The whole step raised; its sequences are lost, the model lives on."""
+
+    step: int
+    reason: str

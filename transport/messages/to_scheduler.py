@@ -1,0 +1,89 @@
+"""What workers and front doors tell the scheduler."""
+
+from forebay.transport.messages.base import Message
+from forebay.transport.messages.common import FinishReason, Heartbeat, Sampling
+
+
+class Join(Message, frozen=True):
+    """A worker's first message, again after every `Rejoin`: it holds no models and no requests."""
+
+    version: int
+    gpu: str
+    pid: int
+    host: str
+
+
+class ModelReady(Message, frozen=True):
+    """`max_context` in tokens: what fits the model and the worker's pool. `blocks` of `block_bytes` are the most that
+    the model could ever hold."""
+
+    model: str
+    max_context: int
+    blocks: int
+    block_bytes: int
+
+
+class ModelFailed(Message, frozen=True):
+    model: str
+    reason: str
+
+
+class Started(Message, frozen=True):
+    """The first step of a request was launched."""
+
+    request: int
+    epoch: int
+
+
+class Ended(Message, frozen=True):
+    """A request ended on this worker. `generated` counts the tokens delivered in this epoch."""
+
+    request: int
+    epoch: int
+    reason: FinishReason
+    generated: int
+
+
+class Leave(Message, frozen=True):
+    """A worker goes: whatever it still holds is interrupted."""
+
+    reason: str
+
+
+class Open(Message, frozen=True):
+    """A front door's first message. `sink` is the endpoint at which it collects tokens from workers, `url` where
+    people reach it."""
+
+    version: int
+    pid: int
+    sink: str
+    url: str
+
+
+class Submit(Message, frozen=True):
+    """A request, or after a loss the same one again under the next epoch.
+
+    `tokens` holds little-endian uint32: the prompt, then what was already delivered. The first `prompt_tokens` of
+    them are the prompt."""
+
+    request: int
+    epoch: int
+    model: str
+    tokens: bytes
+    prompt_tokens: int
+    sampling: Sampling
+
+
+class Abort(Message, frozen=True):
+    """The client is gone, or has all it wants (a stop string was found)."""
+
+    request: int
+
+
+class Query(Message, frozen=True):
+    """Asks for a `Status`; `query` comes back in it."""
+
+    query: int
+
+
+ToScheduler = Join | ModelReady | ModelFailed | Started | Ended | Leave | Open | Submit | Abort | Query | Heartbeat

@@ -1,0 +1,269 @@
+"""Channels over ZeroMQ sockets, driven straight from the event loop's file-descriptor events.
+
+pyzmq's own asyncio sockets make a future for each receive; here a readable descriptor drains the socket and calls back.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import zmq
+
+from forebay.transport.addresses import check_endpoint
+from forebay.transport.channel import FromPeer, FromSource, Unreadable
+from forebay.transport.codec import Reader, UnreadableFrame, encode
+from forebay.transport.messages import Message
+
+Out = TypeVar("Out", bound=Message)
+In = TypeVar("In")
+
+FRAMES_A_TURN = 64
+"""Frames read before other callbacks of the loop get their turn."""
+
+LINGER_MS = 1000
+"""How long a closed socket goes on delivering what was sent before."""
+
+
+class AddressInUse(OSError):
+    """Another process listens there."""
+
+
+class _Socket:
+    """A ZeroMQ socket on an event loop: reads when readable, writes what piled up at the end of a turn."""
+
+    def __init__(self, kind: int, on_frames: Callable[[list[bytes]], None] | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_frames = on_frames
+        self._flush_scheduled = False
+        self._closed = False
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        # Bounded by what our protocols have in flight and by heartbeats; a silent drop would cost a request.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._descriptor: int = self._socket.getsockopt(zmq.FD)
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._descriptor, self._pump)
+        self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """The descriptor only tells of changes, so the socket is read until it is empty, and again after sending."""
+        for _ in range(FRAMES_A_TURN):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if self._on_frames is not None:
+                self._on_frames(frames)
+        self._loop.call_soon(self._pump)
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled and not self._closed:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._closed:
+            return
+        self._write()
+        self._pump()
+
+    def _write(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._write()
+        self._closed = True
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close()
+
+
+class _Bound:
+    """A lock beside a listening Unix socket: ZeroMQ would take over the address of a living process without a word."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        self._lock: int | None = None
+        self._path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+        check_endpoint(endpoint)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            if self._path is not None:
+                self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._path = None
+                    raise AddressInUse(
+                        f"another process listens at {endpoint}; stop it, or use another endpoint"
+                    ) from None
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                raise AddressInUse(f"cannot listen at {endpoint}: {error.strerror or error}") from error
+            if self._path is not None:
+                self._path.chmod(0o600)
+            undo.pop_all()
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+class ZmqHub(_Socket, Generic[Out, In]):
+    """A hub that listens at `endpoint` (tcp port `*`: any free one; then read `.endpoint`). Raises RefusedAddress,
+    AddressInUse."""
+
+    def __init__(self, endpoint: str, read: Reader[In], on_messages: FromPeer[In], on_unreadable: Unreadable) -> None:
+        super().__init__(zmq.ROUTER, self._frames)
+        self._read = read
+        self._on_messages = on_messages
+        self._on_unreadable = on_unreadable
+        self._out: dict[str, list[Message]] = {}
+        # A peer that reconnects under its name takes the place of its own dead connection.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._bound = _Bound(self._socket, endpoint)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        self.endpoint = self._bound.endpoint
+        self._listen()
+
+    def send(self, peer: str, message: Out) -> None:
+        self._out.setdefault(peer, []).append(message)
+        self._schedule_flush()
+
+    def _frames(self, frames: list[bytes]) -> None:
+        peer = frames[0].decode(errors="backslashreplace")
+        try:
+            messages = self._read(frames[-1])
+        except UnreadableFrame as error:
+            self._on_unreadable(peer, error)
+            return
+        self._on_messages(peer, messages)
+
+    def _write(self) -> None:
+        out, self._out = self._out, {}
+        for peer, messages in out.items():
+            try:
+                self._socket.send_multipart([peer.encode(), encode(messages)], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:  # gone: its heartbeats, or their absence, will say so
+                    raise
+
+    def close(self) -> None:
+        super().close()
+        self._bound.close()
+
+
+class ZmqLink(_Socket, Generic[Out, In]):
+    """A link named `name` to the hub at `endpoint`, which need not be there yet; reconnects by itself."""
+
+    def __init__(
+        self, endpoint: str, name: str, read: Reader[In], on_messages: FromSource[In], on_unreadable: Unreadable
+    ) -> None:
+        super().__init__(zmq.DEALER, self._frames)
+        self._read = read
+        self._on_messages = on_messages
+        self._on_unreadable = on_unreadable
+        self._out: list[Message] = []
+        self._socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        _connect(self._socket, endpoint)
+        self._listen()
+
+    def send(self, message: Out) -> None:
+        self._out.append(message)
+        self._schedule_flush()
+
+    def _frames(self, frames: list[bytes]) -> None:
+        try:
+            messages = self._read(frames[-1])
+        except UnreadableFrame as error:
+            self._on_unreadable("hub", error)
+            return
+        self._on_messages(messages)
+
+    def _write(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            self._socket.send(encode(out), zmq.NOBLOCK)
+
+
+class ZmqSink(_Socket, Generic[In]):
+    """A sink that listens at `endpoint`. Raises RefusedAddress, AddressInUse."""
+
+    def __init__(self, endpoint: str, read: Reader[In], on_messages: FromSource[In], on_unreadable: Unreadable) -> None:
+        super().__init__(zmq.PULL, self._frames)
+        self._read = read
+        self._on_messages = on_messages
+        self._on_unreadable = on_unreadable
+        try:
+            self._bound = _Bound(self._socket, endpoint)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        self.endpoint = self._bound.endpoint
+        self._listen()
+
+    def _frames(self, frames: list[bytes]) -> None:
+        try:
+            messages = self._read(frames[-1])
+        except UnreadableFrame as error:
+            self._on_unreadable("feed", error)
+            return
+        self._on_messages(messages)
+
+    def _write(self) -> None:
+        pass
+
+    def close(self) -> None:
+        super().close()
+        self._bound.close()
+
+
+class ZmqFeed(_Socket, Generic[Out]):
+    """A feed to the sink at `endpoint`, which need not be there yet."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(zmq.PUSH, None)
+        self._out: list[Message] = []
+        _connect(self._socket, endpoint)
+
+    def send(self, message: Out) -> None:
+        self._out.append(message)
+        self._schedule_flush()
+
+    def _pump(self) -> None:
+        pass
+
+    def _write(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            self._socket.send(encode(out), zmq.NOBLOCK)
+
+
+def _connect(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ValueError(
+            f"{endpoint!r} is no endpoint to connect to (ipc:///PATH, tcp://HOST:PORT): {error}"
+        ) from error
