@@ -30,6 +30,7 @@ from forebay.transport.messages import (
     ToFrontDoor,
     ToScheduler,
 )
+from forebay.transport.session import Session
 from forebay.transport.zeromq import ZmqLink, ZmqSink
 
 WAITING_HEARTBEAT_S = 1.0
@@ -78,6 +79,7 @@ class FrontDoorProcess:
         self._log = log
         self._heartbeat_s = WAITING_HEARTBEAT_S
         self._status = 0
+        self._session = Session()
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -98,10 +100,10 @@ class FrontDoorProcess:
         )
         name = f"door-{os.getpid()}-{secrets.token_hex(2)}"
         self._sink: ZmqSink[ToFrontDoor] = ZmqSink(
-            f"ipc://{self._sockets}/{name}.sock", read_to_front_door(), self._on_messages, self._on_unreadable
+            f"ipc://{self._sockets}/{name}.sock", read_to_front_door(), self._from_worker, self._on_unreadable
         )
         self._link: ZmqLink[ToScheduler, ToFrontDoor] = ZmqLink(
-            self._scheduler, name, read_to_front_door(), self._on_messages, self._on_unreadable
+            self._scheduler, name, read_to_front_door(), self._from_scheduler, self._on_unreadable
         )
         try:
             # Our own sockets, loop and signals; of uvicorn only the server.
@@ -124,7 +126,7 @@ class FrontDoorProcess:
     def _open(self) -> None:
         host, port = self._listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._link.send(Open(PROTOCOL_VERSION, os.getpid(), self._sink.endpoint, url))
+        self._link.send(Open(PROTOCOL_VERSION, self._session.renew(), os.getpid(), self._sink.endpoint, url))
 
     def _beat(self) -> None:
         self._link.send(Heartbeat())
@@ -133,8 +135,12 @@ class FrontDoorProcess:
     def _on_unreadable(self, peer: str, error: Exception) -> None:
         self._log.error("an unreadable frame", peer=peer, error=str(error))
 
-    def _on_messages(self, messages: list[ToFrontDoor]) -> None:
+    def _from_worker(self, messages: list[ToFrontDoor]) -> None:
         for message in messages:
+            self._desk.receive(message)
+
+    def _from_scheduler(self, messages: list[ToFrontDoor]) -> None:
+        for message in filter(self._session.admits, messages):
             self._desk.receive(message)
             match message:
                 case Opened(heartbeat_s=heartbeat_s):

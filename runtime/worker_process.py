@@ -46,6 +46,7 @@ from forebay.transport.messages import (
     ToWorker,
     Welcome,
 )
+from forebay.transport.session import Session
 from forebay.transport.zeromq import ZmqFeed, ZmqLink
 
 WAITING_HEARTBEAT_S = 1.0
@@ -76,7 +77,7 @@ class WorkerProcess:
         self._log = log
         self._id = f"{gpu}-{os.getpid()}-{secrets.token_hex(2)}"
         self._heartbeat_s = WAITING_HEARTBEAT_S
-        self._welcomed = False
+        self._session = Session()
         self._settings: DeviceSettings | None = None
         self._device: Device | None = None
         self._core: Recorder[LaneEvent, LaneCommand] | None = None
@@ -120,8 +121,7 @@ class WorkerProcess:
     # The scheduler -------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        self._welcomed = False
-        self._link.send(Join(PROTOCOL_VERSION, self._gpu, os.getpid(), socket.gethostname()))
+        self._link.send(Join(PROTOCOL_VERSION, self._session.renew(), self._gpu, os.getpid(), socket.gethostname()))
 
     def _beat(self) -> None:
         # Also before the welcome: a scheduler that came up later answers it with Rejoin.
@@ -135,11 +135,11 @@ class WorkerProcess:
         self._end(EXIT_UNUSABLE, str(error))
 
     def _on_messages(self, messages: list[ToWorker]) -> None:
-        for message in messages:
+        for message in filter(self._session.admits, messages):
             match message:
                 case Start() | Cancel():
                     self._decide(message)
-                case Welcome(_, heartbeat_s, settings):
+                case Welcome(heartbeat_s=heartbeat_s, settings=settings):
                     self._welcome(heartbeat_s, settings)
                 case Load(model):
                     self._load(model)
@@ -160,7 +160,6 @@ class WorkerProcess:
                     assert_never(message)
 
     def _welcome(self, heartbeat_s: float, settings: DeviceSettings | None) -> None:
-        self._welcomed = True
         self._heartbeat_s = heartbeat_s
         if settings is None:
             self._log.info("joined; the configuration does not name this device, so there is nothing to load")

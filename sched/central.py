@@ -119,6 +119,7 @@ class CentralCore:
         self._workers: dict[str, Worker] = {}
         self._doors: dict[str, FrontDoor] = {}
         self._requests: dict[int, Request] = {}
+        self._strangers: set[str] = set()
         self._doors_opened = 0
         self._arrivals = 0
         self._draining = False
@@ -139,6 +140,7 @@ class CentralCore:
             case PeerGone(peer, reason):
                 self._lose(peer, reason)
             case Tick():
+                self._strangers.clear()
                 self._find_silent(now)
             case Drain():
                 self._draining = True
@@ -185,7 +187,8 @@ class CentralCore:
         if (door := self._doors.get(peer)) is not None:
             door.last_heard = now
             return self._from_door(door, message)
-        if not isinstance(message, Leave):
+        if not isinstance(message, Leave) and peer not in self._strangers:
+            self._strangers.add(peer)  # told once a tick, however much it still has to say
             self._send(
                 peer,
                 Rejoin("this scheduler does not know you: it was restarted, or you were silent too long"),
@@ -202,7 +205,7 @@ class CentralCore:
         worker = Worker(peer, join.gpu, join.host, join.pid, now)
         self._workers[peer] = worker
         settings = self.settings.devices.get(join.gpu)
-        self._send(peer, Welcome(PROTOCOL_VERSION, self.settings.heartbeat_s, settings))
+        self._send(peer, Welcome(PROTOCOL_VERSION, join.session, self.settings.heartbeat_s, settings))
         if settings is not None:
             for model in self._models.values():
                 if join.gpu in model.gpus:
@@ -218,7 +221,7 @@ class CentralCore:
         self._doors[peer] = FrontDoor(peer, message.sink, now)
         self._doors_opened += 1
         first = self._doors_opened * REQUESTS_PER_FRONT_DOOR
-        self._send(peer, Opened(PROTOCOL_VERSION, self.settings.heartbeat_s, first))
+        self._send(peer, Opened(PROTOCOL_VERSION, message.session, self.settings.heartbeat_s, first))
         self._send(peer, self._catalog())
 
     def _versions_differ(self, peer: str, version: int) -> bool:

@@ -39,9 +39,11 @@ class WorkerStatus(Part, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """Answers `Open`. Requests of this front door are numbered upwards from `first_request`."""
+    """Answers `Open`, and all that follows belongs to that `session`, in which requests are numbered upwards from
+    `first_request`."""
 
     version: int
+    session: int
     heartbeat_s: float
     first_request: int
 

@@ -5,9 +5,10 @@ from forebay.transport.messages.common import FinishReason, Heartbeat, Sampling
 
 
 class Join(Message, frozen=True):
-    """A worker's first message, again after every `Rejoin`: it holds no models and no requests."""
+    """A worker's first message, again after every `Rejoin`: it has dropped all its requests. `session` counts these."""
 
     version: int
+    session: int
     gpu: str
     pid: int
     host: str
@@ -51,10 +52,11 @@ class Leave(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """A front door's first message. `sink` is the endpoint at which it collects tokens from workers, `url` where
-    people reach it."""
+    """A front door's first message, again after every `Rejoin`. `sink` is the endpoint at which it collects tokens from
+    workers, `url` where people reach it."""
 
     version: int
+    session: int
     pid: int
     sink: str
     url: str

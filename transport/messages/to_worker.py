@@ -5,9 +5,11 @@ from forebay.transport.messages.common import DeviceSettings, Heartbeat, ModelSp
 
 
 class Welcome(Message, frozen=True):
-    """Answers `Join`. `settings` is None where the configuration does not name this device: nothing to load."""
+    """Answers `Join`, and all that follows belongs to that `session`. `settings` is None where the configuration does
+    not name this device: nothing to load."""
 
     version: int
+    session: int
     heartbeat_s: float
     settings: DeviceSettings | None
 
