@@ -117,6 +117,8 @@ class Desk:
     def __init__(self, send: Callable[[ToScheduler], None]) -> None:
         self.send = send
         self.draining = False
+        self.informed = False
+        """Whether a catalog has come: before that nothing is known of any model."""
         self._models: dict[str, ModelStatus] = {}
         self._live: dict[int, Delivery] = {}
         self._next_request: int | None = None
@@ -173,6 +175,7 @@ class Desk:
             case Catalog(models, draining):
                 self._models = {model.name: model for model in models}
                 self.draining = draining
+                self.informed = True
             case Opened(first_request=first_request):
                 self._opened(first_request)
             case Status(query=query):

@@ -264,6 +264,9 @@ class CentralCore:
             case ModelReady(name, max_context):
                 worker.finish_loading(name, "ready", max_context)
                 self._models[name].was_ready = True
+                self._models[name].max_context = min(
+                    w.replicas[name].max_context for w in self._workers.values() if w.serves(name)
+                )
                 self._announce()
                 self._dispatch(self._models[name])
             case ModelFailed(name, reason):
@@ -394,12 +397,11 @@ class CentralCore:
             return "draining", "the server is shutting down and takes no new requests"
         if not model.was_ready:
             return "not_ready", f"model {submit.model!r} is not loaded yet; try again in a moment"
-        context = self._max_context(model)
         wanted = submit.prompt_tokens + submit.sampling.max_tokens
-        if context and wanted > context:
+        if wanted > model.max_context:
             return "context_too_long", (
                 f"the prompt has {submit.prompt_tokens} tokens and max_tokens is {submit.sampling.max_tokens}: "
-                f"{wanted} together, where {submit.model!r} holds {context}"
+                f"{wanted} together, where {submit.model!r} holds {model.max_context}"
             )
         if submit.epoch == 0 and len(model.queue) >= self.settings.queue_bound:
             return "queue_full", (
@@ -456,10 +458,6 @@ class CentralCore:
     def _catalog(self) -> Catalog:
         return Catalog(self._model_statuses(), self._draining)
 
-    def _max_context(self, model: Model) -> int:
-        name = model.spec.name
-        return min((w.replicas[name].max_context for w in self._workers.values() if w.serves(name)), default=0)
-
     def _model_statuses(self) -> tuple[ModelStatus, ...]:
         return tuple(self._model_status(model) for model in self._models.values())
 
@@ -479,7 +477,7 @@ class CentralCore:
             if self._hopeless(model)
             else "waiting",
             model.was_ready,
-            self._max_context(model),
+            model.max_context,
             sum(replica.state == "ready" for replica in replicas),
             len(model.queue),
             sum(w.held(name) for w in self._workers.values()),

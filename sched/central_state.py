@@ -37,12 +37,14 @@ class Request:
 
 @dataclass(slots=True)
 class Model:
-    """`queue` holds the numbers of waiting requests, oldest first, with their arrivals. `mean_output` in tokens."""
+    """`queue` holds the numbers of waiting requests, oldest first, with their arrivals. `mean_output` in tokens;
+    `max_context` the least of its ready replicas, or what it was when there last was one (0: never)."""
 
     spec: ModelSpec
     gpus: tuple[str, ...]
     queue: dict[int, int] = field(default_factory=dict)
     was_ready: bool = False
+    max_context: int = 0
     mean_output: float = 128.0
 
     def enqueue(self, request: Request) -> None:

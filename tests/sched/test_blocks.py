@@ -1,5 +1,7 @@
 """Blocks of several sizes over shared slabs: conserved under any sequence of calls."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_blocks_are_conserved_and_never_overlap(calls: list[tuple[str, int, bool
             blocks.free(model, [held[model].pop() for _ in range(min(count, len(held[model])))])
         blocks.check()
         spans = sorted((b * SIZES[m], (b + 1) * SIZES[m]) for m, mine in held.items() for b in mine)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), "two blocks overlap"
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "two blocks overlap"
         assert not spans or spans[-1][1] <= slabs * 1000
 
 

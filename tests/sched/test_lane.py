@@ -1,5 +1,8 @@
 """The lane core: one ending a request, blocks conserved, nobody starves, whatever happens in whatever order."""
 
+from itertools import pairwise
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -80,7 +83,7 @@ def test_models_take_turns() -> None:
     world.send(start(2, "b", max_tokens=10))
     world.run_dry()
     order = [plan.model for plan in world.plans][2:16]
-    assert all(first != second for first, second in zip(order, order[1:], strict=False)), order
+    assert all(first != second for first, second in pairwise(order)), order
 
 
 def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
@@ -239,4 +242,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
 TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

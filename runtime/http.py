@@ -1,0 +1,159 @@
+"""The front door's HTTP: its routes, its page, and how what goes wrong is told.
+
+A request's way is in runtime/generation.py; nothing here knows sockets of ours, workers or the scheduler.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from forebay.runtime.answers import ApiError, find_model, model_object
+from forebay.runtime.desk import Desk, RequestFailed
+from forebay.runtime.generation import generation
+from forebay.runtime.openai import ChatRequest, CompletionRequest, validation_error
+from forebay.runtime.text import Texts
+from forebay.transport.messages import ModelStatus, Status
+
+STATUS_TIMEOUT_S = 5.0
+"""How long a page waits for the scheduler before it says that there is no answer."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What the page says of the server. `configuration` is the file it runs from, None: coordinator only."""
+
+    version: str
+    configuration: str | None
+
+
+async def _status(desk: Desk) -> Status:
+    try:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            return await desk.status()
+    except TimeoutError as error:
+        raise ApiError(
+            503,
+            f"the scheduler has not answered within {STATUS_TIMEOUT_S:g} s; try again",
+            code="no_scheduler",
+        ) from error
+
+
+def _readiness(desk: Desk) -> tuple[bool, dict[str, Any]]:
+    models = {
+        model.name: {"state": model.state, **({"reason": model.reason} if model.reason else {})}
+        for model in desk.models.values()
+    }
+    ready = desk.informed and not desk.draining and all(model.state == "ready" for model in desk.models.values())
+    return ready, {"ready": ready, "draining": desk.draining, "models": models}
+
+
+def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
+    """The whole front door as an ASGI app. Runs in the desk's event loop."""
+    app = FastAPI(
+        title="Forebay",
+        version=info.version,
+        description="Serves several LLMs on shared GPUs, through OpenAI's API.",
+        redoc_url=None,
+    )
+    created = int(time.time())
+    page = jinja2.Template(
+        Path(__file__).with_name("page.html").read_text(encoding="utf-8"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+    @app.post("/v1/completions", tags=["OpenAI"])
+    async def completions(body: CompletionRequest) -> Response:
+        """Continues one prompt, text or token ids; with `stream` as server-sent events."""
+        return await generation(desk, texts, body)
+
+    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    async def chat_completions(body: ChatRequest) -> Response:
+        """Answers a conversation; with `stream` as server-sent events."""
+        return await generation(desk, texts, body)
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def models() -> Response:
+        """The models of this server, ready or not."""
+        return JSONResponse(
+            {"object": "list", "data": [model_object(model, created) for model in desk.models.values()]}
+        )
+
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def model(name: str) -> Response:
+        """One model."""
+        return JSONResponse(model_object(find_model(desk.models, name), created))
+
+    @app.get("/healthz", tags=["State"])
+    async def healthz() -> Response:
+        """200 while this process answers."""
+        return JSONResponse({"alive": True})
+
+    @app.get("/readyz", tags=["State"])
+    async def readyz() -> Response:
+        """200 once every model is ready, else 503 with the state of each."""
+        ready, body = _readiness(desk)
+        return JSONResponse(body, status_code=200 if ready else 503)
+
+    @app.get("/workers", tags=["State"])
+    async def workers() -> Response:
+        """Every worker: its id, device, process, state, and the models it has."""
+        return JSONResponse([msgspec.structs.asdict(worker) for worker in (await _status(desk)).workers])
+
+    @app.get("/", include_in_schema=False)
+    async def front_page() -> Response:
+        try:
+            status = await _status(desk)
+            known: tuple[ModelStatus, ...] = status.models
+            trouble = "The server is shutting down." if desk.draining else ""
+        except ApiError as error:
+            status, known, trouble = None, tuple(desk.models.values()), error.message
+        return HTMLResponse(
+            page.render(info=info, models=known, workers=status.workers if status else (), trouble=trouble),
+            headers={"Cache-Control": "no-store"},
+        )
+
+    def refuse(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        return JSONResponse(error.body(), error.status, {**error.headers, **(headers or {})})
+
+    @app.exception_handler(ApiError)
+    async def on_refusal(request: Request, error: ApiError) -> Response:
+        return refuse(error)
+
+    @app.exception_handler(RequestFailed)
+    async def on_failure(request: Request, error: RequestFailed) -> Response:
+        return refuse(ApiError.of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        return refuse(validation_error(error.errors(), request.headers.get("content-type", "")))
+
+    @app.exception_handler(HTTPException)
+    async def on_no_route(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        if error.status_code == 405:
+            message = f"{request.method} is not allowed on {path}; allowed: {(error.headers or {}).get('Allow')}"
+        elif error.status_code == 404:
+            message = f"there is no {path}; /docs lists what there is"
+        elif error.status_code == 400:
+            message = "the body cannot be read as JSON; it must be one object, in UTF-8"
+        else:
+            message = str(error.detail)
+        return refuse(ApiError(error.status_code, message), error.headers)
+
+    @app.exception_handler(Exception)
+    async def on_fault(request: Request, error: Exception) -> Response:
+        return refuse(ApiError(500, "the server made a mistake; its log has the details", code="internal"))
+
+    return app

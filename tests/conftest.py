@@ -1,0 +1,17 @@
+"""Fixtures that tests of all parts share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The converted SmolLM2-135M-Instruct: $FOREBAY_MODEL, or where the set-up puts it."""
+    folder = Path(os.environ.get("FOREBAY_MODEL") or DEFAULT_MODEL)
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip(f"no model at {folder}; make it with: python -m forebay.gpu.convert {folder}")
+    return folder

@@ -1,0 +1,132 @@
+"""What is ZeroMQ's alone: where it listens, whom it locks out, and that it leaves nothing behind."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from forebay.transport.addresses import RefusedAddress, check_endpoint, check_http_host, runtime_folder
+from forebay.transport.codec import Reader, UnreadableFrame, encode, read_to_scheduler
+from forebay.transport.messages import Abort, Query, Sampling, Submit, ToScheduler
+from forebay.transport.zeromq import AddressInUse, ZmqHub, ZmqLink
+
+
+def hub(endpoint: str) -> ZmqHub[Query, ToScheduler]:
+    return ZmqHub(endpoint, read_to_scheduler(), lambda peer, messages: None, lambda peer, error: None)
+
+
+async def test_a_second_hub_at_an_address_is_refused_and_the_first_keeps_it(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/hub"
+    first = hub(endpoint)
+    with pytest.raises(AddressInUse, match="another process listens at"):
+        hub(endpoint)
+    assert (tmp_path / "hub").is_socket()
+    first.close()
+    hub(endpoint).close()
+
+
+async def test_a_taken_tcp_port_is_refused() -> None:
+    first = hub("tcp://127.0.0.1:*")
+    with pytest.raises(AddressInUse, match="cannot listen at tcp"):
+        hub(first.endpoint)
+    first.close()
+
+
+async def test_only_the_owner_may_connect(tmp_path: Path) -> None:
+    made = hub(f"ipc://{tmp_path}/hub")
+    assert (tmp_path / "hub").stat().st_mode & 0o777 == 0o600
+    made.close()
+
+
+async def test_opening_and_closing_leaves_no_descriptor(tmp_path: Path) -> None:
+    async def once() -> None:
+        made = hub(f"ipc://{tmp_path}/hub")
+        link: ZmqLink[Query, ToScheduler] = ZmqLink(
+            made.endpoint, "a", read_to_scheduler(), lambda messages: None, lambda peer, error: None
+        )
+        link.send(Query(1))
+        link.close()
+        made.close()
+
+    await once()
+    # ZeroMQ closes sockets in a thread of its own: wait until the count stands still at where it was.
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(30):
+        await once()
+    async with asyncio.timeout(10):
+        while len(os.listdir("/proc/self/fd")) > before:
+            await asyncio.get_running_loop().run_in_executor(None, os.sched_yield)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://0.0.0.0:1", "tcp://*:5555", "tcp://192.168.1.2:1", "tcp://host:1", "udp://127.0.0.1:1", "x", ""]
+)
+def test_listening_beyond_ipc_and_loopback_is_refused(endpoint: str) -> None:
+    with pytest.raises(RefusedAddress, match="allowed are ipc:///absolute/path and tcp:// on loopback"):
+        check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1:*", "tcp://[::1]:5", "tcp://localhost:5"])
+def test_ipc_and_loopback_are_allowed(endpoint: str) -> None:
+    assert check_endpoint(endpoint) == endpoint
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example", ""])
+def test_http_beyond_loopback_is_refused(host: str) -> None:
+    with pytest.raises(RefusedAddress, match="only loopback is allowed"):
+        check_http_host(host)
+
+
+def test_a_socket_path_that_does_not_fit_is_refused_with_both_lengths() -> None:
+    with pytest.raises(RefusedAddress, match="at most 107 bytes, this one 121"):
+        check_endpoint("ipc:///" + "x" * 120)
+
+
+def test_a_runtime_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_folder().stat().st_mode & 0o777 == 0o700
+    runtime_folder().chmod(0o755)
+    with pytest.raises(PermissionError, match="remove it, or set XDG_RUNTIME_DIR"):
+        runtime_folder()
+
+
+SUBMIT = Submit(7, 1, "llm-0", b"\x01\x00\x00\x00", 1, Sampling(16, 0.5, 0.9, 3, 2, True))
+
+
+def test_any_msgpack_library_reads_our_bytes_and_writes_them() -> None:
+    frame = encode([SUBMIT, Abort(9)])
+    fields = ["Submit", 7, 1, "llm-0", b"\x01\x00\x00\x00", 1, [16, 0.5, 0.9, 3, 2, True]]
+    assert msgpack.unpackb(frame) == [fields, ["Abort", 9]]
+    assert read_to_scheduler()(msgpack.packb([fields, ["Abort", 9]])) == [SUBMIT, Abort(9)]
+
+
+def test_the_wire_is_what_it_was() -> None:
+    assert encode([SUBMIT, Abort(9)]).hex() == (
+        "9297a65375626d69740701a56c6c6d2d30c40401000000019610cb3fe0000000000000cb3feccccccccccccd0302c392a541626f727409"
+    )
+
+
+def test_a_field_that_a_newer_peer_appended_is_skipped() -> None:
+    assert read_to_scheduler()(msgpack.packb([["Abort", 9, "new"]])) == [Abort(9)]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xc1", b"nonsense", *(msgpack.packb([m]) for m in (["Unknown", 1], ["Abort", "x"], ["Abort"]))],
+)
+def test_an_unreadable_frame_says_so(frame: bytes) -> None:
+    with pytest.raises(UnreadableFrame, match="are no frame of protocol 1"):
+        read_to_scheduler()(frame)
+
+
+def test_a_reader_takes_only_its_own_union() -> None:
+    reader: Reader[Abort] = Reader(Abort | Query)
+    with pytest.raises(UnreadableFrame, match="Submit"):
+        reader(encode([SUBMIT]))
+
+
+def test_zeromq_is_recent_enough() -> None:
+    assert zmq.zmq_version_info() >= (4, 3)
