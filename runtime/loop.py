@@ -57,4 +57,3 @@ class Failure:
                 await asyncio.gather(task, return_exceptions=True)
             elif not task.cancelled():
                 task.exception()
-            self._raised.cancel()

@@ -1,0 +1,64 @@
+"""Types of command-line options: each refuses a bad value by saying what is allowed."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from forebay.bench.errors import BenchError
+
+
+def positive_float(text: str) -> float:
+    value = _number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number above 0 is")
+    return value
+
+
+def non_negative_float(text: str) -> float:
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number of 0 or more is")
+    return value
+
+
+def positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number of 1 or more is")
+    return int(text)
+
+
+def non_negative_int(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number of 0 or more is")
+    return int(text)
+
+
+def scales(text: str) -> list[float]:
+    """Numbers above 0, separated by commas, made ascending and unique."""
+    return sorted({positive_float(part) for part in text.split(",")})
+
+
+T = TypeVar("T")
+
+
+def parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Turns a parser that raises BenchError into an option type."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except BenchError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value

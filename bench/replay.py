@@ -1,0 +1,94 @@
+"""`python -m bench.replay`: replays a workload against a server and reports latencies. Only the command line."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from forebay.bench import options
+from forebay.bench.baseline import read_baseline, write_baseline
+from forebay.bench.command_line import exit_code, run_until_signal, table_console
+from forebay.bench.errors import BenchError, Interrupted
+from forebay.bench.measure import DEFAULT_SCALES, Plan, measure
+from forebay.bench.progress import ProgressDisplay
+from forebay.bench.report import Report, print_report, write_report
+from forebay.bench.workload_file import read_workload
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.replay",
+        description="Replays a workload over streaming HTTP against an OpenAI-compatible server. Each request leaves "
+        "at its arrival time, whether or not others have finished. Exits with 1 if any request failed.",
+    )
+    parser.add_argument("workload", type=Path, metavar="WORKLOAD", help="file of python -m bench.workload")
+    parser.add_argument("--base-url", required=True, metavar="URL", help="such as http://127.0.0.1:8080")
+    parser.add_argument("--output", type=Path, default=Path("report.json"), help="report to write (%(default)s)")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="what requests take alone; measured first where not given"
+    )
+    parser.add_argument("--baseline-output", type=Path, metavar="FILE", help="write the baseline, to give it again")
+    parser.add_argument(
+        "--scales",
+        type=options.scales,
+        default=list(DEFAULT_SCALES),
+        metavar="S,...",
+        help=f"SLO scales ({','.join(f'{scale:g}' for scale in DEFAULT_SCALES)})",
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=options.positive_float,
+        default=1.0,
+        metavar="X",
+        help="multiply arrival times by X (0.5: twice as fast)",
+    )
+    parser.add_argument("--max-requests", type=options.positive_int, metavar="N", help="only the first N requests")
+    parser.add_argument(
+        "--timeout", type=options.positive_float, default=600.0, metavar="S", help="for each request (%(default)s)"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        workload = read_workload(arguments.workload)
+        if arguments.max_requests is not None:
+            workload = workload.first(arguments.max_requests)
+        plan = Plan(
+            base_url=arguments.base_url,
+            workload=workload,
+            origin=str(arguments.workload),
+            command=[sys.executable, "-m", "forebay.bench.replay", *(sys.argv[1:] if argv is None else argv)],
+            scales=arguments.scales,
+            time_scale=arguments.time_scale,
+            timeout_s=arguments.timeout,
+            baseline=None if arguments.baseline is None else read_baseline(arguments.baseline),
+        )
+
+        async def work(stop: asyncio.Event) -> Report:
+            with ProgressDisplay(sys.stderr) as progress:
+                return await measure(plan, progress, stop)
+
+        report, signal_number = run_until_signal(work)
+        write_report(arguments.output, report)
+        if arguments.baseline_output is not None:
+            write_baseline(arguments.baseline_output, report.baseline)
+    except Interrupted as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 130
+    except (BenchError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print_report(report, table_console())
+    if report.ended != "complete":
+        why = "the server is gone" if report.ended == "server_lost" else "interrupted"
+        print(f"error: the replay ended early: {why}; the report is partial", file=sys.stderr)
+    print(f"report: {arguments.output}")
+    return exit_code(report.total.failed, signal_number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
