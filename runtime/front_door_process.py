@@ -102,7 +102,7 @@ class FrontDoorProcess:
         )
         name = f"door-{os.getpid()}-{secrets.token_hex(2)}"
         self._sink: ZmqSink[ToFrontDoor] = ZmqSink(
-            f"ipc://{self._sockets}/{name}.sock", read_to_front_door(), self._from_worker, self._on_unreadable
+            f"ipc://{self._sockets}/{os.getpid()}.sock", read_to_front_door(), self._from_worker, self._on_unreadable
         )
         self._link: ZmqLink[ToScheduler, ToFrontDoor] = ZmqLink(
             self._scheduler, name, read_to_front_door(), self._from_scheduler, self._on_unreadable

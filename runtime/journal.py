@@ -3,7 +3,7 @@
 import sys
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     import argparse
     from pathlib import Path
 
@@ -12,7 +12,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="runtime.journal", description="Replays journals and compares every command.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by --journal DIR")
     failed = False
-    for path in parser.parse_args().files:
+    for path in parser.parse_args(arguments).files:
         try:
             name, events, cut_off = replay(path)
         except (OSError, JournalError) as error:

@@ -29,7 +29,7 @@ from forebay.sched.central import (
     Send,
     Tick,
 )
-from forebay.transport.addresses import RefusedAddress, runtime_folder
+from forebay.transport.addresses import RefusedAddress, check_endpoint, runtime_folder
 from forebay.transport.codec import read_to_scheduler
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
@@ -44,6 +44,9 @@ from forebay.transport.messages import (
     ToWorker,
 )
 from forebay.transport.zeromq import AddressInUse, ZmqHub
+
+LONGEST_NAME = "4194304.sock"
+"""A front door names its socket by its process id; the longest one must fit, and that is known before it starts."""
 
 
 def serve(config: Path | None, port: int | None, journal: Path | None, ready_file: Path | None) -> int:
@@ -98,6 +101,7 @@ class SchedulerProcess:
             self._configuration.control_endpoint(), read_to_scheduler(), self._on_messages, self._on_unreadable
         )
         self._sockets = tempfile.mkdtemp(prefix="run-", dir=runtime_folder())
+        check_endpoint(f"ipc://{self._sockets}/{LONGEST_NAME}")
         self._supervisor = Supervisor(self._log, self._on_exit, self._on_hopeless)
         self._log.info("the scheduler listens", endpoint=self._hub.endpoint, config=str(self._config or "none"))
         try:

@@ -40,7 +40,7 @@ def check_endpoint(endpoint: str) -> str:
         if len(os.fsencode(rest)) > LONGEST_IPC_PATH:
             raise RefusedAddress(
                 f"{endpoint!r} is too long: a Unix socket's path has at most {LONGEST_IPC_PATH} bytes, "
-                f"this one {len(os.fsencode(rest))}"
+                f"this one {len(os.fsencode(rest))}; a shorter XDG_RUNTIME_DIR helps"
             )
         return endpoint
     if scheme == "tcp" and is_loopback(rest.rpartition(":")[0]):
