@@ -21,6 +21,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' $(LOCK))
 # Neither a hub nor telemetry: nothing here needs either.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: setup model demo serve check test format docs clean
 

@@ -1,0 +1,228 @@
+"""Device memory of the CPU backend: slabs, and the address ranges they are mapped into. No torch here.
+
+A slab is memory that can be handed to another process as a file descriptor (here a memfd). A range is one contiguous
+stretch of addresses in which slabs are mapped and unmapped one by one. Both are live from construction to `close()`;
+a process that maps a slab keeps its memory alive, whoever else closes it.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from types import TracebackType
+from typing import Self
+
+from forebay.gpu.errors import DeviceError
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_NO_ACCESS = 0  # PROT_NONE, which the mmap module does not name
+_FIXED = 0x10  # MAP_FIXED, the same on all Linux architectures Python runs on
+_NO_RESERVE = 0x4000  # MAP_NORESERVE
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def require_slab_bytes(slab_bytes: int) -> None:
+    """Raises DeviceError unless `slab_bytes` is a positive multiple of the page size."""
+    if slab_bytes <= 0 or slab_bytes % PAGE_BYTES:
+        raise DeviceError(f"slab_bytes is {slab_bytes}; it must be a positive multiple of {PAGE_BYTES}")
+
+
+class Slab:
+    """Memory of `size` bytes, zero at first, behind a file descriptor that children do not inherit.
+
+    Its size is sealed: nobody who gets the descriptor can shrink it under another process that has it mapped."""
+
+    def __init__(self, size: int) -> None:
+        require_slab_bytes(size)
+        self._descriptor = _Descriptor()
+        self._finalizer = weakref.finalize(self, self._descriptor.close)
+        self._descriptor.number = os.memfd_create("forebay-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor.number, size)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self._descriptor.number, fcntl.F_ADD_SEALS, seals)
+        self.size = size
+
+    @classmethod
+    def adopt(cls, descriptor: int) -> Self:
+        """A slab from a descriptor that another process sent; owns it from now on, also when this raises."""
+        slab = cls.__new__(cls)
+        slab._descriptor = _Descriptor()
+        slab._finalizer = weakref.finalize(slab, slab._descriptor.close)
+        slab._descriptor.number = descriptor
+        os.set_inheritable(descriptor, False)
+        slab.size = os.fstat(descriptor).st_size
+        try:
+            require_slab_bytes(slab.size)
+        except DeviceError:
+            slab.close()
+            raise
+        return slab
+
+    def fileno(self) -> int:
+        """The descriptor, to be passed over a Unix socket; it stays this slab's own."""
+        if self._descriptor.number < 0:
+            raise DeviceError("this slab is closed")
+        return self._descriptor.number
+
+    @property
+    def resident(self) -> int:
+        """Bytes that anybody has written to so far (the rest is not backed by memory yet)."""
+        return os.fstat(self.fileno()).st_blocks * 512
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Gives up the descriptor. Mappings of it live on, here and elsewhere."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class _Descriptor:
+    def __init__(self) -> None:
+        self.number = -1
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+
+class _Reservation:
+    """The addresses themselves; given back when the range is closed and the last view of them is gone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._addresses = _Addresses(size)
+        finalizer = weakref.finalize(self, self._addresses.release)
+        # A process that ends gives its addresses back itself, and something may still look at them until then.
+        finalizer.atexit = False
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self.base = self._addresses.base = _map(None, size, _NO_ACCESS, flags, -1)
+
+
+class _Addresses:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.base = 0
+
+    def release(self) -> None:
+        base, self.base = self.base, 0
+        if base:
+            _libc.munmap(base, self.size)
+
+
+def _map(address: int | None, size: int, access: int, flags: int, descriptor: int) -> int:
+    found: int = _libc.mmap(address, size, access, flags, descriptor, 0)
+    if found == _FAILED:
+        number = ctypes.get_errno()
+        raise DeviceError(f"cannot map {size} bytes: {os.strerror(number)}")
+    return found
+
+
+class SlabRange:
+    """`slots` consecutive places for slabs of `slab_bytes` each, at addresses that never change.
+
+    Touching a place without a slab kills the process (SIGSEGV); whoever hands out blocks knows which places have
+    one."""
+
+    def __init__(self, slab_bytes: int, slots: int) -> None:
+        require_slab_bytes(slab_bytes)
+        if slots <= 0:
+            raise DeviceError(f"a range needs at least one slot, not {slots}")
+        self.slab_bytes = slab_bytes
+        self.slots = slots
+        self.size = slab_bytes * slots
+        self._mapped: set[int] = set()
+        self._reservation: _Reservation | None = _Reservation(self.size)
+
+    @property
+    def base(self) -> int:
+        """First address."""
+        return self._live().base
+
+    @property
+    def mapped(self) -> frozenset[int]:
+        """The slots that hold a slab."""
+        return frozenset(self._mapped)
+
+    @property
+    def closed(self) -> bool:
+        return self._reservation is None
+
+    def map(self, slot: int, slab: Slab) -> None:
+        """Makes the slab's memory appear at `base + slot * slab_bytes`; the descriptor is not needed afterwards."""
+        reservation = self._live()
+        self._require_slot(slot)
+        if slot in self._mapped:
+            raise DeviceError(f"slot {slot} already holds a slab; unmap it first")
+        if slab.size != self.slab_bytes:
+            raise DeviceError(f"a slab of {slab.size} bytes does not fit slots of {self.slab_bytes}")
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = reservation.base + slot * self.slab_bytes
+        _map(address, self.slab_bytes, access, mmap.MAP_SHARED | _FIXED, slab.fileno())
+        self._mapped.add(slot)
+
+    def unmap(self, slot: int) -> None:
+        """Takes the slab out of the slot; the addresses stay reserved."""
+        reservation = self._live()
+        self._require_slot(slot)
+        if slot not in self._mapped:
+            raise DeviceError(f"slot {slot} holds no slab")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE | _FIXED
+        _map(reservation.base + slot * self.slab_bytes, self.slab_bytes, _NO_ACCESS, flags, -1)
+        self._mapped.remove(slot)
+
+    def buffer(self) -> ctypes.Array[ctypes.c_char]:
+        """The whole range as a writable buffer. It keeps the addresses alive, also beyond `close()`."""
+        reservation = self._live()
+        view = _View.of(reservation.size).from_address(reservation.base)
+        view.reservation = reservation  # type: ignore[attr-defined]
+        return view
+
+    def close(self) -> None:
+        """Unmaps everything, once no buffer of the range is left. Closing twice is fine."""
+        self._mapped.clear()
+        self._reservation = None
+
+    def _live(self) -> _Reservation:
+        if self._reservation is None:
+            raise DeviceError("this range is closed")
+        return self._reservation
+
+    def _require_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise DeviceError(f"slot {slot} is outside 0..{self.slots - 1}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class _View:
+    """ctypes arrays with room for the reservation that they look at, one type for each size."""
+
+    _types: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
+
+    @classmethod
+    def of(cls, size: int) -> type[ctypes.Array[ctypes.c_char]]:
+        if size not in cls._types:
+            cls._types[size] = type("RangeView", (ctypes.c_char * size,), {})
+        return cls._types[size]
