@@ -1,6 +1,6 @@
 """Messages to bytes and back: a frame is a msgpack array of messages, all that one turn of an event loop had to say."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -36,6 +36,28 @@ class Reader(Generic[Incoming]):
                 f"{len(frame)} bytes are no frame of protocol {PROTOCOL_VERSION}: {error}; "
                 "do both sides run the same version of forebay?"
             ) from error
+
+
+class Receiver(Generic[Incoming]):
+    """What a channel does with each frame: decode it and hand the messages over, or report what was wrong with it."""
+
+    def __init__(
+        self,
+        read: Reader[Incoming],
+        on_messages: Callable[[str, list[Incoming]], None],
+        on_unreadable: Callable[[str, Exception], None],
+    ) -> None:
+        self._read = read
+        self._on_messages = on_messages
+        self._on_unreadable = on_unreadable
+
+    def __call__(self, peer: str, frame: bytes) -> None:
+        try:
+            messages = self._read(frame)
+        except UnreadableFrame as error:
+            self._on_unreadable(peer, error)
+            return
+        self._on_messages(peer, messages)
 
 
 def read_to_scheduler() -> Reader[ToScheduler]:

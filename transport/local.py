@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from forebay.transport.channel import FromPeer, FromSource, Unreadable
-from forebay.transport.codec import Reader, UnreadableFrame, encode
+from forebay.transport.codec import Reader, Receiver, encode
 from forebay.transport.messages import Message
 
 Out = TypeVar("Out", bound=Message)
@@ -79,10 +79,9 @@ class LocalHub(Generic[Out, In]):
     ) -> None:
         self.endpoint = endpoint
         self._network = network
-        self._read, self._on_messages, self._on_unreadable = read, on_messages, on_unreadable
         self._outboxes: dict[str, _Outbox] = {}
         self._closed = False
-        network.listen(endpoint, self._receive)
+        network.listen(endpoint, Receiver(read, on_messages, on_unreadable))
 
     def send(self, peer: str, message: Out) -> None:
         if self._closed:
@@ -91,14 +90,6 @@ class LocalHub(Generic[Out, In]):
         if outbox is None:
             outbox = self._outboxes[peer] = _Outbox(lambda frame: self._network.to_link(peer, frame))
         outbox.send(message)
-
-    def _receive(self, peer: str, frame: bytes) -> None:
-        try:
-            messages = self._read(frame)
-        except UnreadableFrame as error:
-            self._on_unreadable(peer, error)
-            return
-        self._on_messages(peer, messages)
 
     def close(self) -> None:
         if not self._closed:
@@ -119,22 +110,14 @@ class LocalLink(Generic[Out, In]):
         on_unreadable: Unreadable,
     ) -> None:
         self._network, self._name = network, name
-        self._read, self._on_messages, self._on_unreadable = read, on_messages, on_unreadable
         self._outbox = _Outbox(lambda frame: network.to_endpoint(endpoint, name, frame))
         self._closed = False
-        network.attach(name, self._receive)
+        receive = Receiver(read, lambda peer, messages: on_messages(messages), on_unreadable)
+        network.attach(name, lambda frame: receive("hub", frame))
 
     def send(self, message: Out) -> None:
         if not self._closed:
             self._outbox.send(message)
-
-    def _receive(self, frame: bytes) -> None:
-        try:
-            messages = self._read(frame)
-        except UnreadableFrame as error:
-            self._on_unreadable("hub", error)
-            return
-        self._on_messages(messages)
 
     def close(self) -> None:
         if not self._closed:
@@ -154,16 +137,8 @@ class LocalSink(Generic[In]):
     ) -> None:
         self.endpoint = endpoint
         self._network = network
-        self._read, self._on_messages, self._on_unreadable = read, on_messages, on_unreadable
-        network.listen(endpoint, self._receive)
-
-    def _receive(self, peer: str, frame: bytes) -> None:
-        try:
-            messages = self._read(frame)
-        except UnreadableFrame as error:
-            self._on_unreadable("feed", error)
-            return
-        self._on_messages(messages)
+        receive = Receiver(read, lambda peer, messages: on_messages(messages), on_unreadable)
+        network.listen(endpoint, lambda peer, frame: receive("feed", frame))
 
     def close(self) -> None:
         self._network.unlisten(self.endpoint)

@@ -15,7 +15,7 @@ import zmq
 
 from forebay.transport.addresses import check_endpoint
 from forebay.transport.channel import FromPeer, FromSource, Unreadable
-from forebay.transport.codec import Reader, UnreadableFrame, encode
+from forebay.transport.codec import Reader, Receiver, encode
 from forebay.transport.messages import Message
 
 Out = TypeVar("Out", bound=Message)
@@ -128,10 +128,8 @@ class ZmqHub(_Socket, Generic[Out, In]):
     AddressInUse."""
 
     def __init__(self, endpoint: str, read: Reader[In], on_messages: FromPeer[In], on_unreadable: Unreadable) -> None:
-        super().__init__(zmq.ROUTER, self._frames)
-        self._read = read
-        self._on_messages = on_messages
-        self._on_unreadable = on_unreadable
+        receive = Receiver(read, on_messages, on_unreadable)
+        super().__init__(zmq.ROUTER, lambda frames: receive(frames[0].decode(errors="backslashreplace"), frames[-1]))
         self._out: dict[str, list[Message]] = {}
         # A peer that reconnects under its name takes the place of its own dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -147,15 +145,6 @@ class ZmqHub(_Socket, Generic[Out, In]):
     def send(self, peer: str, message: Out) -> None:
         self._out.setdefault(peer, []).append(message)
         self._schedule_flush()
-
-    def _frames(self, frames: list[bytes]) -> None:
-        peer = frames[0].decode(errors="backslashreplace")
-        try:
-            messages = self._read(frames[-1])
-        except UnreadableFrame as error:
-            self._on_unreadable(peer, error)
-            return
-        self._on_messages(peer, messages)
 
     def _write(self) -> None:
         out, self._out = self._out, {}
@@ -177,10 +166,8 @@ class ZmqLink(_Socket, Generic[Out, In]):
     def __init__(
         self, endpoint: str, name: str, read: Reader[In], on_messages: FromSource[In], on_unreadable: Unreadable
     ) -> None:
-        super().__init__(zmq.DEALER, self._frames)
-        self._read = read
-        self._on_messages = on_messages
-        self._on_unreadable = on_unreadable
+        receive = Receiver(read, lambda peer, messages: on_messages(messages), on_unreadable)
+        super().__init__(zmq.DEALER, lambda frames: receive("hub", frames[-1]))
         self._out: list[Message] = []
         self._socket.setsockopt(zmq.ROUTING_ID, name.encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -192,14 +179,6 @@ class ZmqLink(_Socket, Generic[Out, In]):
         self._out.append(message)
         self._schedule_flush()
 
-    def _frames(self, frames: list[bytes]) -> None:
-        try:
-            messages = self._read(frames[-1])
-        except UnreadableFrame as error:
-            self._on_unreadable("hub", error)
-            return
-        self._on_messages(messages)
-
     def _write(self) -> None:
         if self._out:
             out, self._out = self._out, []
@@ -210,10 +189,8 @@ class ZmqSink(_Socket, Generic[In]):
     """A sink that listens at `endpoint`. Raises RefusedAddress, AddressInUse."""
 
     def __init__(self, endpoint: str, read: Reader[In], on_messages: FromSource[In], on_unreadable: Unreadable) -> None:
-        super().__init__(zmq.PULL, self._frames)
-        self._read = read
-        self._on_messages = on_messages
-        self._on_unreadable = on_unreadable
+        receive = Receiver(read, lambda peer, messages: on_messages(messages), on_unreadable)
+        super().__init__(zmq.PULL, lambda frames: receive("feed", frames[-1]))
         try:
             self._bound = _Bound(self._socket, endpoint)
         except BaseException:
@@ -221,14 +198,6 @@ class ZmqSink(_Socket, Generic[In]):
             raise
         self.endpoint = self._bound.endpoint
         self._listen()
-
-    def _frames(self, frames: list[bytes]) -> None:
-        try:
-            messages = self._read(frames[-1])
-        except UnreadableFrame as error:
-            self._on_unreadable("feed", error)
-            return
-        self._on_messages(messages)
 
     def _write(self) -> None:
         pass

@@ -66,7 +66,8 @@ def test_draining_has_its_bound_and_a_stream_that_is_cut_off_says_so(smollm2: Pa
 def test_a_second_signal_does_not_wait(smollm2: Path, tmp_path: Path) -> None:
     with Server(small(smollm2, timeouts={"drain": 1000}), tmp_path) as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
-            next(events(response))
+            stream = events(response)
+            next(stream)
             server.process.send_signal(signal.SIGINT)
             server.until("draining: no new requests are taken")
             server.process.send_signal(signal.SIGINT)

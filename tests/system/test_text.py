@@ -117,7 +117,7 @@ def test_it_still_is_when_every_worker_is_killed_in_mid_stream(server: Server, e
 
 def test_seeded_sampling_goes_on_with_the_same_text_after_a_massacre(server: Server) -> None:
     bodies = [
-        {**request, "temperature": 0.9, "top_p": 0.95, "seed": 100 + index, "max_tokens": 24, "ignore_eos": True}
+        {**request, "temperature": 0.9, "top_p": 0.95, "seed": 700 + index, "max_tokens": 24, "ignore_eos": True}
         for index, request in enumerate(requests())
     ]
     undisturbed = stream_all(server, bodies)
@@ -163,7 +163,8 @@ def test_the_official_client_streams_and_does_not(server: Server) -> None:
 def test_a_client_that_leaves_ends_its_request_at_once(server: Server) -> None:
     body = {"model": "llm-0", "prompt": "On and on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-        next(events(response))
+        stream_of_it = events(response)
+        next(stream_of_it)
         assert sum(worker["running"] for worker in server.workers()) == 1
     # A later request of the same model answers only after the first was taken off the device's batch.
     server.complete({"model": "llm-0", "prompt": "2 + 2 =", "max_tokens": 1})
