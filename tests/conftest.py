@@ -15,3 +15,12 @@ def smollm2() -> Path:
     if not (folder / "model.safetensors").is_file():
         pytest.skip(f"no model at {folder}; make it with: python -m forebay.gpu.convert {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """The folder with the public traces."""
+    folder = os.environ.get("FOREBAY_TRACES")
+    if not folder:
+        pytest.skip("FOREBAY_TRACES does not name the folder of the trace files")
+    return Path(folder)

@@ -1,6 +1,5 @@
 """Servers to replay against, and workloads to replay."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,14 +39,6 @@ def mortal_server() -> Iterator[str]:
     """A server that a test may kill."""
     with running_server() as url:
         yield url
-
-
-@pytest.fixture(scope="session")
-def traces() -> Path:
-    folder = os.environ.get("FOREBAY_TRACES")
-    if not folder:
-        pytest.skip("FOREBAY_TRACES does not name the folder of the trace files")
-    return Path(folder)
 
 
 RequestRow = tuple[str, float, int, int]

@@ -121,6 +121,22 @@ def test_two_models_that_hold_each_others_memory_do_not_stand_still() -> None:
     assert {len(tokens) for tokens in world.delivered.values()} == {60}
 
 
+def test_a_stream_of_small_requests_does_not_keep_a_large_one_of_another_model_waiting() -> None:
+    world = make_world(slabs=2, slab_bytes=300)  # six blocks
+    world.send(opened("a", 100, step_tokens=64))
+    world.send(opened("b", 100, step_tokens=64))
+    world.send(start(1, "a", prompt=16, max_tokens=16))
+    world.send(start(2, "b", prompt=79, max_tokens=2))  # needs five of the six
+    for request in range(3, 40):
+        world.send(start(request, "a", prompt=16, max_tokens=16))
+        if world.flying:
+            world.land()
+    world.run_dry()
+    ended = list(world.finished)
+    assert ended.index((2, 0)) <= 1, f"ended after {ended.index((2, 0))} others"
+    assert len(ended) == 39
+
+
 def test_a_resumed_request_makes_only_what_is_missing() -> None:
     world = make_world()
     world.send(opened())
