@@ -13,8 +13,10 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import msgspec
 
 from forebay.sched.blocks import BlockPool
-from forebay.sched.central import CentralCore, CentralEvent, CentralSettings
-from forebay.sched.lane import LaneCore, LaneEvent
+from forebay.sched.central import CentralCore
+from forebay.sched.central_events import CentralEvent, CentralSettings
+from forebay.sched.lane import LaneCore
+from forebay.sched.lane_events import LaneEvent
 from forebay.sched.policy import POLICIES
 from forebay.transport.messages import PROTOCOL_VERSION, Message
 

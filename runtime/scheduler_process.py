@@ -15,9 +15,9 @@ from forebay.runtime.config import Configuration, ConfigurationError, load, mode
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import CentralHeader, Header, Recorder
 from forebay.runtime.supervisor import Child, Supervisor
-from forebay.sched.central import (
+from forebay.sched.central import CentralCore
+from forebay.sched.central_events import (
     CentralCommand,
-    CentralCore,
     CentralEvent,
     CentralSettings,
     Dismiss,

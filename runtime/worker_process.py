@@ -18,7 +18,7 @@ from forebay.runtime import logs
 from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import Header, LaneSettings, Recorder, make_lane_core
-from forebay.sched.lane import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
+from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
 from forebay.sched.policy import FirstComeFirstServed
 from forebay.transport.codec import read_to_worker
 from forebay.transport.messages import (

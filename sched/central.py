@@ -4,30 +4,37 @@ Only what decides lives here, as `handle(now, event) -> commands`. `now` is any 
 Prompts pass through as bytes that nobody here reads.
 """
 
-from collections.abc import Mapping
 from typing import assert_never
 
-import msgspec
-
 from forebay.sched import routing
+from forebay.sched.central_events import (
+    CentralCommand,
+    CentralEvent,
+    CentralSettings,
+    Dismiss,
+    Drain,
+    Drained,
+    PeerGone,
+    Received,
+    Send,
+    Tick,
+)
 from forebay.sched.central_state import FrontDoor, Model, Request, Worker
+from forebay.sched.overview import hopeless, model_statuses, worker_statuses
 from forebay.sched.states import IllegalTransition
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
     Cancel,
     Catalog,
-    DeviceSettings,
     Ended,
     Heartbeat,
     Interrupted,
     Join,
     Leave,
     Load,
-    Message,
     ModelFailed,
     ModelReady,
-    ModelSpec,
     ModelStatus,
     Open,
     Opened,
@@ -44,70 +51,10 @@ from forebay.transport.messages import (
     ToScheduler,
     ToWorker,
     Welcome,
-    WorkerStatus,
 )
 
 REQUESTS_PER_FRONT_DOOR = 1 << 32
 """Request numbers of the n-th front door begin at n times this: no two requests ever share one."""
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """A model and the devices that hold a replica of it."""
-
-    spec: ModelSpec
-    gpus: tuple[str, ...]
-
-
-class CentralSettings(msgspec.Struct, frozen=True):
-    """`queue_bound`: requests of one model that may wait in the scheduler. A peer silent for `silence_s` is lost."""
-
-    models: tuple[Placement, ...] = ()
-    devices: Mapping[str, DeviceSettings] = msgspec.field(default_factory=dict)
-    queue_bound: int = 256
-    heartbeat_s: float = 1.0
-    silence_s: float = 10.0
-
-
-class Received(Message, frozen=True):
-    peer: str
-    message: ToScheduler
-
-
-class PeerGone(Message, frozen=True):
-    """The process behind a peer has ended."""
-
-    peer: str
-    reason: str
-
-
-class Tick(Message, frozen=True):
-    """Time has passed."""
-
-
-class Drain(Message, frozen=True):
-    """Take no new requests; say `Drained` once the last one has ended."""
-
-
-CentralEvent = Received | PeerGone | Tick | Drain
-
-
-class Send(Message, frozen=True):
-    peer: str
-    message: ToWorker | ToFrontDoor
-
-
-class Dismiss(Message, frozen=True):
-    """The peer counts as lost: end its process if we started it."""
-
-    peer: str
-    reason: str
-
-
-class Drained(Message, frozen=True):
-    """No request is left."""
-
-
-CentralCommand = Send | Dismiss | Drained
 
 
 class CentralCore:
@@ -329,20 +276,9 @@ class CentralCore:
     def _fail_hopeless(self) -> None:
         """A model that failed on every device that could hold it never comes: what waits for it is told so."""
         for model in self._models.values():
-            if model.queue and (reason := self._hopeless(model)):
+            if model.queue and (reason := hopeless(model, self._workers.values())):
                 for number in list(model.queue):
                     self._reject(self._requests[number], "failed", reason)
-
-    def _hopeless(self, model: Model) -> str:
-        """Why no replica will ever be ready, or nothing where one may."""
-        replicas = [
-            replica
-            for worker in self._workers.values()
-            if (replica := worker.replicas.get(model.spec.name)) is not None
-        ]
-        if len(replicas) < len(model.gpus) or any(replica.state != "failed" for replica in replicas):
-            return ""
-        return f"model {model.spec.name!r} could not be loaded: {replicas[0].reason}"
 
     # Requests ------------------------------------------------------------------------------------------------------
 
@@ -365,7 +301,10 @@ class CentralCore:
                 if (request := self._requests.get(number)) is not None:
                     self._abort(request)
             case Query(query):
-                self._send(door.id, Status(query, self._model_statuses(), self._worker_statuses()))
+                self._send(
+                    door.id,
+                    Status(query, self._model_statuses(), worker_statuses(self._workers.values(), self._draining)),
+                )
             case Leave(reason):
                 self._lose(door.id, f"it left: {reason}")
             case Heartbeat():
@@ -391,7 +330,7 @@ class CentralCore:
         if model is None:
             names = ", ".join(self._models) or "none: this scheduler has no configuration"
             return "unknown_model", f"there is no model {submit.model!r} here (there is: {names})"
-        if reason := self._hopeless(model):
+        if reason := hopeless(model, self._workers.values()):
             return "failed", reason
         if self._draining and submit.epoch == 0:
             return "draining", "the server is shutting down and takes no new requests"
@@ -413,7 +352,7 @@ class CentralCore:
     def _enqueue(self, request: Request) -> None:
         model = self._models[request.model]
         model.enqueue(request)
-        if reason := self._hopeless(model):
+        if reason := hopeless(model, self._workers.values()):
             self._reject(request, "failed", reason)
         self._dispatch(model)
 
@@ -449,50 +388,14 @@ class CentralCore:
     def _send(self, peer: str, message: ToWorker | ToFrontDoor) -> None:
         self._commands.append(Send(peer, message))
 
+    def _model_statuses(self) -> tuple[ModelStatus, ...]:
+        return model_statuses(self._models, self._workers.values())
+
+    def _catalog(self) -> Catalog:
+        return Catalog(self._model_statuses(), self._draining)
+
     def _announce(self) -> None:
         if self._doors:
             catalog = self._catalog()
             for door in self._doors:
                 self._send(door, catalog)
-
-    def _catalog(self) -> Catalog:
-        return Catalog(self._model_statuses(), self._draining)
-
-    def _model_statuses(self) -> tuple[ModelStatus, ...]:
-        return tuple(self._model_status(model) for model in self._models.values())
-
-    def _model_status(self, model: Model) -> ModelStatus:
-        name = model.spec.name
-        replicas = [w.replicas[name] for w in self._workers.values() if name in w.replicas]
-        states = {replica.state for replica in replicas}
-        reason = next((replica.reason for replica in replicas if replica.reason), "")
-        return ModelStatus(
-            name,
-            model.spec.path,
-            "ready"
-            if "ready" in states
-            else "loading"
-            if "loading" in states
-            else "failed"
-            if self._hopeless(model)
-            else "waiting",
-            model.was_ready,
-            model.max_context,
-            sum(replica.state == "ready" for replica in replicas),
-            len(model.queue),
-            sum(w.held(name) for w in self._workers.values()),
-            reason,
-        )
-
-    def _worker_statuses(self) -> tuple[WorkerStatus, ...]:
-        return tuple(
-            WorkerStatus(
-                worker.id,
-                worker.gpu,
-                worker.pid,
-                "draining" if self._draining else worker.status,
-                tuple(name for name, replica in worker.replicas.items() if replica.state == "ready"),
-                len(worker.requests),
-            )
-            for worker in self._workers.values()
-        )

@@ -10,6 +10,7 @@ finds no block takes those of the youngest one of its model, which waits and lat
 from typing import assert_never
 
 from forebay.sched.blocks import BlockPool
+from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
 from forebay.sched.policy import Policy
 from forebay.sched.sequence import Lane, Sequence
 from forebay.transport.messages import (
@@ -18,7 +19,6 @@ from forebay.transport.messages import (
     Ended,
     Finished,
     FinishReason,
-    Message,
     OpenSequence,
     Start,
     Started,
@@ -27,7 +27,6 @@ from forebay.transport.messages import (
     StepPlan,
     ToFrontDoor,
     Tokens,
-    ToScheduler,
     Work,
 )
 
@@ -36,40 +35,6 @@ STEPS_AHEAD = 2
 
 TOKEN_STOPS, TOKEN_INVALID = 1, 2
 """Values of `StepDone.stopped`."""
-
-
-class ModelOpened(Message, frozen=True):
-    """A model can run: its sequences may start."""
-
-    model: str
-    block_bytes: int
-    max_sequences: int
-    step_tokens: int
-
-
-class Reset(Message, frozen=True):
-    """The scheduler has forgotten this worker: drop every request, say nothing."""
-
-    reason: str
-
-
-LaneEvent = ModelOpened | Start | Cancel | StepDone | StepFailed | Reset
-
-
-class Deliver(Message, frozen=True):
-    """One frame for the front door that listens at `sink`."""
-
-    sink: str
-    messages: tuple[ToFrontDoor, ...]
-
-
-class Report(Message, frozen=True):
-    """For the scheduler."""
-
-    message: ToScheduler
-
-
-LaneCommand = OpenSequence | CloseSequence | StepPlan | Deliver | Report
 
 
 class LaneCore:

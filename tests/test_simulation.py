@@ -15,18 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from forebay.runtime.desk import Delivery, Desk
 from forebay.sched.blocks import BlockPool
-from forebay.sched.central import (
-    CentralCore,
-    CentralEvent,
-    CentralSettings,
-    Dismiss,
-    PeerGone,
-    Placement,
-    Received,
-    Tick,
-)
-from forebay.sched.central import Send as SendTo
-from forebay.sched.lane import Deliver, LaneCore, LaneEvent, ModelOpened, Report, Reset
+from forebay.sched.central import CentralCore
+from forebay.sched.central_events import CentralEvent, CentralSettings, Dismiss, PeerGone, Placement, Received, Tick
+from forebay.sched.central_events import Send as SendTo
+from forebay.sched.lane import LaneCore
+from forebay.sched.lane_events import Deliver, LaneEvent, ModelOpened, Report, Reset
 from forebay.sched.policy import FirstComeFirstServed
 from forebay.transport.codec import encode, read_to_front_door, read_to_scheduler, read_to_worker
 from forebay.transport.messages import (

@@ -4,10 +4,9 @@ from array import array
 
 import pytest
 
-from forebay.sched.central import (
-    REQUESTS_PER_FRONT_DOOR,
+from forebay.sched.central import REQUESTS_PER_FRONT_DOOR, CentralCore
+from forebay.sched.central_events import (
     CentralCommand,
-    CentralCore,
     CentralSettings,
     Dismiss,
     Drain,

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forebay.sched.lane import ModelOpened, Reset
+from forebay.sched.lane_events import ModelOpened, Reset
 from forebay.transport.messages import Cancel, StepFailed
 from tests.sched.world import World, make_world, start
 

@@ -5,7 +5,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from forebay.sched.blocks import BlockPool
-from forebay.sched.lane import Deliver, LaneCommand, LaneCore, LaneEvent, Report
+from forebay.sched.lane import LaneCore
+from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, Report
 from forebay.sched.policy import FirstComeFirstServed
 from forebay.sched.sequence import BLOCK_TOKENS
 from forebay.transport.messages import (
