@@ -12,8 +12,7 @@ import torch
 
 from forebay.gpu.errors import DeviceError
 from forebay.gpu.memory import Slab, SlabRange, require_slab_bytes
-
-BLOCK_TOKENS = 16
+from forebay.transport.messages import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

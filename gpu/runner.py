@@ -154,7 +154,9 @@ class ModelRunner:
             if sequence is None:
                 raise self._broken(plan, work, "which is not open")
             end = work.start + work.count
-            table = (sequence.blocks if work.start else 0) + len(work.blocks)
+            table = work.kept + len(work.blocks)
+            if not 0 <= work.kept <= sequence.blocks:
+                raise self._broken(plan, work, f"to keep {work.kept} blocks of a table of {sequence.blocks}")
             if work.count < 1 or work.start < 0 or end > sequence.known:
                 raise self._broken(plan, work, f"of which {sequence.known} tokens are known")
             if work.sample and end != sequence.known:
@@ -178,8 +180,7 @@ class ModelRunner:
 
     @staticmethod
     def _share(work: Work, sequence: _Sequence) -> Share:
-        if work.start == 0:
-            sequence.blocks = 0
+        sequence.blocks = work.kept
         if work.blocks:
             sequence.append_blocks(work.blocks)
         return Share(sequence.table, work.start, work.count)

@@ -27,8 +27,8 @@ from forebay.gpu.attention import (
 )
 from forebay.gpu.errors import ModelLoadError
 from forebay.gpu.linear import pack_linear_layers
-from forebay.gpu.pool import BLOCK_TOKENS, KVShape
-from forebay.transport.messages.common import ModelSpec
+from forebay.gpu.pool import KVShape
+from forebay.transport.messages import BLOCK_TOKENS, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

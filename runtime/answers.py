@@ -65,11 +65,12 @@ def model_object(model: ModelStatus, created: int) -> dict[str, Any]:
     }
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -92,7 +93,7 @@ class Answer:
         mark = "\x00"
         self._before, self._after = self._event(self._piece(mark)).split(msgspec.json.encode(mark))
 
-    def whole(self, text: str, finish_reason: str, used: dict[str, int]) -> bytes:
+    def whole(self, text: str, finish_reason: str, used: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -111,7 +112,7 @@ class Answer:
     def piece(self, text: str) -> bytes:
         return self._before + msgspec.json.encode(text) + self._after
 
-    def closing(self, text: str, finish_reason: str, used: dict[str, int]) -> bytes:
+    def closing(self, text: str, finish_reason: str, used: dict[str, Any]) -> bytes:
         """The last text, why it ends, the usage if it was asked for, and the end mark."""
         choice = self._piece(text) | {"finish_reason": finish_reason}
         if self._chat and not text:

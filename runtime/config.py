@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from forebay.sched.policy import ALIASES
 from forebay.transport.addresses import RefusedAddress, check_endpoint, check_http_host, runtime_folder
 from forebay.transport.messages import DeviceSettings, ModelSpec
 
@@ -91,6 +92,17 @@ class Configuration(_Section, frozen=True):
     queue_bound: Annotated[
         int, Meta(ge=1, description="requests of one model that may wait in the scheduler; more are answered 503")
     ] = 256
+    policy: Annotated[
+        Literal["adbs", "roundrobin", "temporal", "fcfs", "fix", "fix-adbs"],
+        Meta(
+            description="how models share a device: in turns with prefills and decodes side by side and memory quotas "
+            "that follow the load (`adbs`) or stay (`fix-adbs`); in turns (`roundrobin`), with fixed quotas (`fix`); "
+            "the oldest request's model alone (`temporal`, also called `fcfs`)"
+        ),
+    ] = "adbs"
+    prefix_cache: Annotated[
+        bool, Meta(description="keep the KV blocks of what was read and find them again by their text")
+    ] = True
     endpoint: Annotated[
         str, Meta(description="where workers join: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; empty: see the log line")
     ] = ""
@@ -103,6 +115,8 @@ class Configuration(_Section, frozen=True):
                 parse_bytes(section.memory),
                 parse_bytes(section.slab),
                 section.threads or max(1, cores // max(1, cpus)),
+                ALIASES.get(self.policy, self.policy),
+                self.prefix_cache,
             )
             for section in self.devices
         }
@@ -119,6 +133,7 @@ def model_spec(section: ModelSection) -> ModelSpec:
         section.max_context,
         section.max_sequences,
         section.step_tokens,
+        section.popularity,
     )
 
 

@@ -15,7 +15,6 @@ from forebay.transport.messages import (
     Abort,
     Catalog,
     Finished,
-    FinishReason,
     Heartbeat,
     Interrupted,
     ModelStatus,
@@ -53,6 +52,8 @@ class Delivery:
         self.sampling = sampling
         self.prompt_tokens = len(prompt)
         self.epoch = 0
+        self.cached = 0
+        """Tokens of its prompt that were found in the prefix cache; known once it has finished."""
         self.state: Literal["live", "finished", "failed", "closed"] = "live"
         self.finish_reason: Literal["stop", "length"] | None = None
         self._desk = desk
@@ -166,7 +167,7 @@ class Desk:
             case Tokens():
                 self._tokens(message)
             case Finished():
-                self._finished(message.request, message.epoch, message.reason, message.detail)
+                self._finished(message)
             case Rejected(request, epoch, kind, reason):
                 if (delivery := self._current(request, epoch)) is not None:
                     delivery._fail(kind, reason)
@@ -202,17 +203,18 @@ class Desk:
             if (delivery := self._current(request, epoch)) is not None:
                 delivery._append(token)
 
-    def _finished(self, request: int, epoch: int, reason: FinishReason, detail: str) -> None:
-        delivery = self._current(request, epoch)
+    def _finished(self, message: Finished) -> None:
+        delivery = self._current(message.request, message.epoch)
         if delivery is None:
             return
-        match reason:
+        delivery.cached = message.cached
+        match message.reason:
             case "stop" | "length":
-                delivery._finish(reason)
+                delivery._finish(message.reason)
             case "failed":
-                delivery._fail("failed", detail)
+                delivery._fail("failed", message.detail)
             case "aborted":
-                delivery._fail("failed", detail or "the request was ended by the server")
+                delivery._fail("failed", message.detail or "the request was ended by the server")
 
     def _interrupted(self, request: int, epoch: int) -> None:
         if (delivery := self._current(request, epoch)) is not None:

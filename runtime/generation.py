@@ -6,6 +6,7 @@ Nothing here knows routes, workers or the scheduler: requests go to the desk, to
 import asyncio
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -118,7 +119,7 @@ class Generation(Response):
             pieces.append(self._output.push(tokens))
         delivery.close()
         pieces.append(self._output.finish())
-        content = self._answer.whole("".join(pieces), self._finish_reason(delivery), self._usage())
+        content = self._answer.whole("".join(pieces), self._finish_reason(delivery), self._usage(delivery))
         await send(_start("application/json", ("content-length", str(len(content)))))
         await send(_part(content, more=False))
 
@@ -140,7 +141,7 @@ class Generation(Response):
             return
         delivery.close()
         reason = self._finish_reason(delivery)
-        events += self._answer.closing(self._output.finish(), reason, self._usage())
+        events += self._answer.closing(self._output.finish(), reason, self._usage(delivery))
         await send(_part(events, more=False))
 
     def _finish_reason(self, delivery: Delivery) -> str:
@@ -148,8 +149,8 @@ class Generation(Response):
             return "stop"
         return delivery.finish_reason
 
-    def _usage(self) -> dict[str, int]:
-        return usage(len(self._prompt), self._output.tokens)
+    def _usage(self, delivery: Delivery) -> dict[str, Any]:
+        return usage(len(self._prompt), self._output.tokens, delivery.cached)
 
 
 async def _client_left(receive: Receive) -> None:

@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from forebay.runtime.answers import ApiError, find_model, model_object
 from forebay.runtime.desk import Desk, RequestFailed
 from forebay.runtime.generation import generation
+from forebay.runtime.metrics import CONTENT_TYPE, exposition
 from forebay.runtime.openai import ChatRequest, CompletionRequest, validation_error
 from forebay.runtime.text import Texts
 from forebay.transport.messages import ModelStatus, Status
@@ -110,6 +111,11 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
     async def workers() -> Response:
         """Every worker: its id, device, process, state, and the models it has."""
         return JSONResponse([msgspec.structs.asdict(worker) for worker in (await _status(desk)).workers])
+
+    @app.get("/metrics", tags=["State"])
+    async def metrics() -> Response:
+        """Prometheus' text format: requests, replicas, and the prefix cache's hits by model."""
+        return Response(exposition(await _status(desk)), media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
     async def front_page() -> Response:

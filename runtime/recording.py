@@ -33,6 +33,7 @@ class LaneSettings(msgspec.Struct, frozen=True, tag=True):
     slabs: int
     slab_bytes: int
     policy: str
+    prefix_cache: bool
 
 
 class CentralHeader(msgspec.Struct, frozen=True, tag=True):
@@ -98,7 +99,8 @@ def digest(commands: Any) -> bytes:
 
 
 def make_lane_core(settings: LaneSettings) -> LaneCore:
-    return LaneCore(BlockPool(settings.slabs, settings.slab_bytes), POLICIES[settings.policy]())
+    pool = BlockPool(settings.slabs, settings.slab_bytes)
+    return LaneCore(pool, POLICIES[settings.policy](), settings.prefix_cache)
 
 
 def replay(path: Path) -> tuple[str, int, bool]:

@@ -19,7 +19,6 @@ from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import Header, LaneSettings, Recorder, make_lane_core
 from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
-from forebay.sched.policy import FirstComeFirstServed
 from forebay.transport.codec import read_to_worker
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
@@ -176,7 +175,10 @@ class WorkerProcess:
                 return self._end(EXIT_UNUSABLE, str(error))
             self._settings = settings
             lane = LaneSettings(
-                self._device.pool.capacity // settings.slab_bytes, settings.slab_bytes, FirstComeFirstServed.name
+                self._device.pool.capacity // settings.slab_bytes,
+                settings.slab_bytes,
+                settings.policy,
+                settings.prefix_cache,
             )
             header = Header(PROTOCOL_VERSION, f"lane-{self._gpu}-{os.getpid()}", lane)
             self._core = Recorder(make_lane_core(lane), header, self._journal)
@@ -209,7 +211,8 @@ class WorkerProcess:
                 self._link.send(ModelFailed(spec.name, str(error)))
                 continue
             self._runners[spec.name] = runner
-            self._decide(ModelOpened(spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens))
+            opened = ModelOpened(spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens, spec.popularity)
+            self._decide(opened)
             self._link.send(_ready(runner))
 
     def _loader_ended(self, loader: "asyncio.Task[None]") -> None:

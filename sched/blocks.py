@@ -1,21 +1,29 @@
-"""Who owns which slab of a pool, and which KV blocks are free. Pure bookkeeping: the memory itself is gpu's.
+"""Who owns which slab of a pool, which KV blocks are used, cached or free, and how much each model may use.
 
-The pool is one address range of equal slabs. Each model cuts its slabs into blocks of its own size; block i of a model
-lies at i * block_bytes from the range's base, whatever slabs the model owns, so a block may straddle two slabs if the
-model owns both. A slab moves to another model only while none of its blocks is used.
+Pure bookkeeping: the memory itself is gpu's. The pool is one address range of equal slabs. Each model cuts its slabs
+into blocks of its own size; block i of a model lies at i * block_bytes from the range's base, whatever slabs the model
+owns, so a block may straddle two slabs if the model owns both.
+
+A block is *used* while a sequence counts on it (several may, read-only), *cached* when none does but its content has a
+key under which it can be found again, and *free* otherwise. Cached blocks go when memory is needed, least recently used
+first; a slab changes hands when none of its blocks is used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class _Share:
-    """One model's part of the pool."""
+    """One model's part of the pool. `quota` in blocks; `cached` maps a block to when it was last used, oldest first."""
 
     block_bytes: int
+    quota: int
     free: list[int] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
+    used: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    block_of: dict[bytes, int] = field(default_factory=dict)
+    key_of: dict[int, bytes] = field(default_factory=dict)
 
 
 class BlockPool:
@@ -28,69 +36,185 @@ class BlockPool:
         self.slab_bytes = slab_bytes
         self._owner: list[str | None] = [None] * slabs
         self._used_in_slab = [0] * slabs
+        self._cached_in_slab = [0] * slabs
+        self._last_cached = [0] * slabs
         self._shares: dict[str, _Share] = {}
+        self._releases = 0
+        self.evictions = 0
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.slabs * self.slab_bytes
 
     def add_model(self, model: str, block_bytes: int) -> None:
-        """Raises ValueError for a second model of that name, or for blocks larger than the whole pool."""
+        """Its quota is the whole pool. Raises ValueError for a second model of that name, or for blocks larger than the
+        pool."""
         if model in self._shares:
             raise ValueError(f"model {model!r} has its share of the pool already")
-        if not 0 < block_bytes <= self.slabs * self.slab_bytes:
+        if not 0 < block_bytes <= self.size:
             raise ValueError(
-                f"model {model!r} has KV blocks of {block_bytes} bytes; the pool holds "
-                f"{self.slabs * self.slab_bytes}: give the device more memory"
+                f"model {model!r} has KV blocks of {block_bytes} bytes; the pool holds {self.size}: "
+                "give the device more memory"
             )
-        self._shares[model] = _Share(block_bytes)
+        self._shares[model] = _Share(block_bytes, self.size // block_bytes)
+
+    def block_bytes(self, model: str) -> int:
+        return self._shares[model].block_bytes
 
     def capacity(self, model: str) -> int:
         """The most blocks that the model could ever hold."""
-        return self.slabs * self.slab_bytes // self._shares[model].block_bytes
+        return self.size // self._shares[model].block_bytes
 
     def used(self, model: str) -> int:
         return len(self._shares[model].used)
 
-    def allocate(self, model: str, count: int) -> tuple[int, ...] | None:
-        """`count` blocks, all or none. Takes slabs that nobody uses as needed."""
+    def cached(self, model: str) -> int:
+        return len(self._shares[model].cached)
+
+    def quota(self, model: str) -> int:
+        return self._shares[model].quota
+
+    def set_quota(self, model: str, blocks: int) -> None:
+        """Bounds what the model may use from now on; what it uses beyond that it keeps."""
+        self._shares[model].quota = blocks
+
+    # Taking and giving back ------------------------------------------------------------------------------------------
+
+    def allocate(self, model: str, count: int, beyond_quota: bool = False) -> tuple[int, ...] | None:
+        """`count` blocks, all or none."""
         share = self._shares[model]
+        if not beyond_quota and len(share.used) + count > share.quota:
+            return None
+        if len(share.free) < count and not self._can_find(model, share, count):
+            return None
         while len(share.free) < count:
-            if not self._grow(model, share):
+            if not self._find_one(model, share):
                 return None
         if count == 0:
             return ()
         blocks = share.free[-count:]
         del share.free[-count:]
-        share.used.update(blocks)
         for block in blocks:
-            for slab in self._span(block, share.block_bytes):
-                self._used_in_slab[slab] += 1
+            self._use(share, block)
         return tuple(blocks)
 
-    def free(self, model: str, blocks: Iterable[int]) -> None:
-        """Raises KeyError for a block that is not in use: freeing twice is a bug of the caller."""
+    def release(self, model: str, blocks: Sequence[int]) -> None:
+        """One user less for each block. Raises KeyError for a block that is not in use: freeing twice is a bug."""
         share = self._shares[model]
-        for block in blocks:
-            share.used.remove(block)
-            share.free.append(block)
-            for slab in self._span(block, share.block_bytes):
-                self._used_in_slab[slab] -= 1
-
-    def check(self) -> None:
-        """Asserts that blocks and slabs are conserved. Every test calls it at its end."""
-        used_in_slab = [0] * self.slabs
-        for model, share in self._shares.items():
-            assert len(share.free) == len(set(share.free)), f"{model}: a block is free twice"
-            assert not share.used.intersection(share.free), f"{model}: a block is both used and free"
-            owned = {slab for slab, owner in enumerate(self._owner) if owner == model}
-            whole = {
-                block
-                for slab in owned
-                for block in self._touching(slab, share.block_bytes)
-                if owned.issuperset(self._span(block, share.block_bytes))
-            }
-            assert whole == share.used.union(share.free), f"{model}: blocks lost or invented"
-            for block in share.used:
+        # The first blocks of a sequence are the prefix that others share: they shall be the last to go.
+        for block in reversed(blocks):
+            share.used[block] -= 1
+            if share.used[block]:
+                continue
+            del share.used[block]
+            self._count(self._used_in_slab, share, block, -1)
+            if block in share.key_of:
+                self._releases += 1
+                share.cached[block] = self._releases
+                self._count(self._cached_in_slab, share, block, 1)
                 for slab in self._span(block, share.block_bytes):
-                    used_in_slab[slab] += 1
-        assert used_in_slab == self._used_in_slab, "use counts of slabs are off"
+                    self._last_cached[slab] = self._releases
+            else:
+                share.free.append(block)
+
+    # Content ---------------------------------------------------------------------------------------------------------
+
+    def find(self, model: str, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """Blocks that hold the content of the first keys, up to the first one that is nowhere; all now in use."""
+        share = self._shares[model]
+        found: list[int] = []
+        for key in keys:
+            block = share.block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+            if block in share.used:
+                share.used[block] += 1
+            else:
+                del share.cached[block]
+                self._count(self._cached_in_slab, share, block, -1)
+                self._use(share, block)
+        return tuple(found)
+
+    def publish(self, model: str, block: int, key: bytes) -> None:
+        """The content of a used block is final and can be found under `key`, unless another block has it already."""
+        share = self._shares[model]
+        assert block in share.used, f"{model}: block {block} is published, but nobody uses it"
+        if key not in share.block_of and block not in share.key_of:
+            share.block_of[key] = block
+            share.key_of[block] = key
+
+    # Finding memory --------------------------------------------------------------------------------------------------
+
+    def _use(self, share: _Share, block: int) -> None:
+        share.used[block] = 1
+        self._count(self._used_in_slab, share, block, 1)
+
+    def _count(self, counts: list[int], share: _Share, block: int, change: int) -> None:
+        for slab in self._span(block, share.block_bytes):
+            counts[slab] += change
+
+    def _can_find(self, model: str, share: _Share, count: int) -> bool:
+        """Whether it is worth evicting anything: an upper bound on the blocks that could be had."""
+        idle = sum(not used and owner != model for used, owner in zip(self._used_in_slab, self._owner, strict=True))
+        straddling = idle + 1
+        return len(share.free) + len(share.cached) + idle * self.slab_bytes // share.block_bytes + straddling >= count
+
+    def _find_one(self, model: str, share: _Share) -> bool:
+        """At least one more free block: from slabs that hold nothing, else in the place of what was cached longest."""
+        slabs, age = self._best_slabs(model, share)
+        oldest = next(iter(share.cached), None)
+        if oldest is not None and (slabs is None or age > share.cached[oldest] > 0):
+            self._evict(share, oldest)
+            share.free.append(oldest)
+            return True
+        for slab in slabs or ():
+            self._take(model, share, slab)
+        return slabs is not None
+
+    def _best_slabs(self, model: str, share: _Share) -> tuple[list[int] | None, int]:
+        """The slabs to take for at least one more block, and when the last of their cached blocks was used (0: they
+        hold none). Few before many, nobody's before another's, next to own ones before an island."""
+        best: tuple[int, int, int, bool, int] | None = None
+        chosen: list[int] | None = None
+        for slab in range(self.slabs):
+            if self._owner[slab] == model or self._used_in_slab[slab]:
+                continue
+            touching = self._touching(slab, share.block_bytes)
+            for block in {touching[0], touching[min(1, len(touching) - 1)]} if touching else ():
+                missing = [other for other in self._span(block, share.block_bytes) if self._owner[other] != model]
+                if not missing or any(self._used_in_slab[other] for other in missing):
+                    continue
+                age = max(self._last_cached[other] if self._cached_in_slab[other] else 0 for other in missing)
+                foreign = sum(self._owner[other] is not None for other in missing)
+                island = not any(
+                    0 <= edge < self.slabs and self._owner[edge] == model for edge in (missing[0] - 1, missing[-1] + 1)
+                )
+                rank = (age, len(missing), foreign, island, block)
+                if best is None or rank < best:
+                    best, chosen = rank, missing
+        return chosen, 0 if best is None else best[0]
+
+    def _take(self, model: str, share: _Share, slab: int) -> None:
+        previous = self._owner[slab]
+        if previous is not None:
+            loser = self._shares[previous]
+            gone = set(self._touching(slab, loser.block_bytes))
+            for block in gone.intersection(loser.cached):
+                self._evict(loser, block)
+            loser.free = [block for block in loser.free if block not in gone]
+        self._owner[slab] = model
+        for block in reversed(self._touching(slab, share.block_bytes)):
+            if all(self._owner[other] == model for other in self._span(block, share.block_bytes)):
+                share.free.append(block)
+
+    def _evict(self, share: _Share, block: int) -> None:
+        """A cached block is forgotten; whether it becomes free is the caller's to say."""
+        del share.cached[block]
+        del share.block_of[share.key_of.pop(block)]
+        self._count(self._cached_in_slab, share, block, -1)
+        self.evictions += 1
 
     def _span(self, block: int, block_bytes: int) -> range:
         first = block * block_bytes
@@ -100,40 +224,27 @@ class BlockPool:
         """Blocks of this size that lie in the slab, wholly or in part, and in the pool."""
         first = slab * self.slab_bytes // block_bytes
         last = ((slab + 1) * self.slab_bytes - 1) // block_bytes
-        return range(first, min(last, self.slabs * self.slab_bytes // block_bytes - 1) + 1)
+        return range(first, min(last, self.size // block_bytes - 1) + 1)
 
-    def _grow(self, model: str, share: _Share) -> bool:
-        """Takes the fewest unused slabs that make at least one more block, next to own ones where it can."""
-        best: tuple[int, bool, int] | None = None
-        chosen: list[int] = []
-        for slab in range(self.slabs):
-            if self._owner[slab] == model or self._used_in_slab[slab]:
-                continue
-            candidates = self._touching(slab, share.block_bytes)
-            for block in {candidates[0], candidates[min(1, len(candidates) - 1)]} if candidates else ():
-                span = self._span(block, share.block_bytes)
-                missing = [other for other in span if self._owner[other] != model]
-                if not missing or any(self._used_in_slab[other] for other in missing):
-                    continue
-                foreign = sum(self._owner[other] is not None for other in missing)
-                # Free slabs before another model's idle ones; few before many; growth at an edge before an island.
-                island = not any(
-                    0 <= edge < self.slabs and self._owner[edge] == model for edge in (missing[0] - 1, missing[-1] + 1)
-                )
-                rank = (len(missing) + foreign * self.slabs, island, block)
-                if best is None or rank < best:
-                    best, chosen = rank, missing
-        for slab in chosen:
-            self._take(model, share, slab)
-        return best is not None
-
-    def _take(self, model: str, share: _Share, slab: int) -> None:
-        previous = self._owner[slab]
-        if previous is not None:
-            loser = self._shares[previous]
-            gone = set(self._touching(slab, loser.block_bytes))
-            loser.free = [block for block in loser.free if block not in gone]
-        self._owner[slab] = model
-        for block in reversed(self._touching(slab, share.block_bytes)):
-            if all(self._owner[other] == model for other in self._span(block, share.block_bytes)):
-                share.free.append(block)
+    def check(self) -> None:
+        """Asserts that blocks and slabs are conserved. Every test calls it at its end."""
+        counts: dict[str, list[int]] = {"used": [0] * self.slabs, "cached": [0] * self.slabs}
+        for model, share in self._shares.items():
+            groups = [set(share.used), set(share.cached), set(share.free)]
+            assert sum(map(len, groups)) == len(set.union(*groups)), f"{model}: a block is in two states"
+            assert len(share.free) == len(groups[2]), f"{model}: a block is free twice"
+            assert all(share.used.values()), f"{model}: a block is used by nobody"
+            owned = {slab for slab, owner in enumerate(self._owner) if owner == model}
+            whole = {
+                block
+                for slab in owned
+                for block in self._touching(slab, share.block_bytes)
+                if owned.issuperset(self._span(block, share.block_bytes))
+            }
+            assert whole == set.union(*groups), f"{model}: blocks lost or invented"
+            assert share.block_of == {key: block for block, key in share.key_of.items()}, f"{model}: keys differ"
+            assert groups[1] <= set(share.key_of) <= groups[0] | groups[1], f"{model}: a key without its block"
+            for name, blocks in (("used", groups[0]), ("cached", groups[1])):
+                for block in blocks:
+                    self._count(counts[name], share, block, 1)
+        assert counts == {"used": self._used_in_slab, "cached": self._cached_in_slab}, "counts of slabs are off"

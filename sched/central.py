@@ -220,13 +220,15 @@ class CentralCore:
                 worker.finish_loading(name, "fail", reason=reason)
                 self._fail_hopeless()
                 self._announce()
-            case Ended(number, epoch, reason, generated):
+            case Ended(number, epoch, reason, generated, cached):
                 request = self._requests.get(number)
                 if request is None or request.worker != worker.id or request.epoch != epoch:
                     return  # an ending that crossed with ours
                 request.move("end")
                 worker.release(request)
                 model = self._models[request.model]
+                model.prompt_tokens += len(request.submit.tokens) // 4
+                model.cached_tokens += cached
                 if reason in ("stop", "length"):
                     model.mean_output = routing.updated_mean(model.mean_output, generated)
                 self._conclude(request, reason)

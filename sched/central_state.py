@@ -45,6 +45,8 @@ class Model:
     queue: dict[int, int] = field(default_factory=dict)
     was_ready: bool = False
     max_context: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     mean_output: float = 128.0
 
     def enqueue(self, request: Request) -> None:

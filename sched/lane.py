@@ -4,14 +4,15 @@ It launches a step before the one ahead of it has landed: it counts tokens and n
 ended by itself it learns when the step lands, one step late; what that sequence had drawn meanwhile is dropped.
 
 Memory: a sequence is admitted with blocks for all its known tokens and grows block by block. An older sequence that
-finds no block takes those of the youngest one of its model, which waits and later computes its tokens again.
+finds no block takes those of the youngest one of its model, which waits and later computes again what is not cached.
 """
 
 from typing import assert_never
 
 from forebay.sched.blocks import BlockPool
 from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
-from forebay.sched.policy import Policy
+from forebay.sched.memory import LaneMemory
+from forebay.sched.policy import Phase, Policy
 from forebay.sched.sequence import Lane, Sequence
 from forebay.transport.messages import (
     Cancel,
@@ -40,8 +41,8 @@ TOKEN_STOPS, TOKEN_INVALID = 1, 2
 class LaneCore:
     """Several calls to `handle`, one after the other; the commands of each are to be carried out in order."""
 
-    def __init__(self, pool: BlockPool, policy: Policy) -> None:
-        self.pool = pool
+    def __init__(self, pool: BlockPool, policy: Policy, prefix_cache: bool = True) -> None:
+        self.memory = LaneMemory(pool, policy.division, prefix_cache)
         self._policy = policy
         self._lanes: dict[str, Lane] = {}
         self._by_request: dict[int, Sequence] = {}
@@ -64,8 +65,8 @@ class LaneCore:
                 sequence = self._by_request.get(request)
                 if sequence is not None and sequence.start.epoch == epoch:
                     self._end(sequence, "aborted")
-            case ModelOpened(model, block_bytes, max_sequences, step_tokens):
-                self.pool.add_model(model, block_bytes)
+            case ModelOpened(model, block_bytes, max_sequences, step_tokens, popularity):
+                self.memory.add_model(model, block_bytes, popularity)
                 self._lanes[model] = Lane(model, block_bytes, max_sequences, step_tokens)
             case StepFailed(step, reason):
                 self._fail_step(step, reason)
@@ -75,6 +76,7 @@ class LaneCore:
                     self._end(sequence, "aborted")
             case _:
                 assert_never(event)
+        self.memory.adapt(now, self._lanes.values())
         self._launch()
         self._commands.extend(Deliver(sink, tuple(messages)) for sink, messages in self._outbox.items())
         self._outbox.clear()
@@ -87,15 +89,15 @@ class LaneCore:
 
     def check(self) -> None:
         """Asserts that every block in use belongs to one sequence, and that idle means empty."""
-        self.pool.check()
+        self.memory.check()
         flying = {id(s): s for _, sequences in self._in_flight.values() for s in sequences}
         for lane in self._lanes.values():
             assert all(s.state == "waiting" and not s.blocks for s in lane.waiting), lane.model
             assert all(s.state == "running" for s in lane.running), lane.model
             assert len(lane.running) <= lane.max_sequences, lane.model
             ending = [s for s in flying.values() if s.model == lane.model and s.state == "ending"]
-            blocks = [block for s in [*lane.running, *ending] for block in s.blocks]
-            assert len(blocks) == len(set(blocks)) == self.pool.used(lane.model), f"{lane.model}: blocks leaked"
+            held = [block for s in [*lane.running, *ending] for block in s.blocks]
+            assert len(set(held)) == self.memory.pool.used(lane.model), f"{lane.model}: blocks leaked"
         live = {id(s) for lane in self._lanes.values() for s in lane}
         assert live == {id(s) for s in self._by_request.values()}, "requests and sequences differ"
         for sequence in flying.values():
@@ -122,12 +124,12 @@ class LaneCore:
             OpenSequence(sequence.number, start.model, start.tokens, start.prompt_tokens, start.sampling)
         )
         blocks = sequence.blocks_for(sequence.last_known)
-        if sequence.exhausted or blocks > self.pool.capacity(start.model):
+        if sequence.exhausted or blocks > self.memory.pool.capacity(start.model):
             detail = (
                 f"the request has no token left to make (max_tokens {start.sampling.max_tokens})"
                 if sequence.exhausted
                 else f"the request needs {blocks} KV blocks of {start.model!r}, the whole pool holds "
-                f"{self.pool.capacity(start.model)}"
+                f"{self.memory.pool.capacity(start.model)}"
             )
             self._end(sequence, "failed", detail)
 
@@ -147,19 +149,13 @@ class LaneCore:
         if not sequence.reported:
             sequence.reported = True
             start = sequence.start
-            made = sequence.delivered - (len(start.tokens) // 4 - start.prompt_tokens)
-            self._post(start.sink, Finished(start.request, start.epoch, reason, detail))
-            self._commands.append(Report(Ended(start.request, start.epoch, reason, made)))
+            made = start.prompt_tokens + sequence.delivered - sequence.came_with
+            self._post(start.sink, Finished(start.request, start.epoch, reason, detail, sequence.cached))
+            self._commands.append(Report(Ended(start.request, start.epoch, reason, made, sequence.cached)))
 
     def _bury(self, sequence: Sequence) -> None:
-        self._release(sequence)
+        self.memory.release(sequence)
         self._commands.append(CloseSequence(sequence.number, sequence.model))
-
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.model, sequence.blocks)
-        sequence.blocks.clear()
-        sequence.computed = sequence.placed = 0
-        sequence.held = False
 
     def _post(self, sink: str, message: ToFrontDoor) -> None:
         self._outbox.setdefault(sink, []).append(message)
@@ -173,6 +169,8 @@ class LaneCore:
         ended: list[tuple[Sequence, FinishReason, str]] = []
         for work, sequence in zip(plan.work, sequences, strict=True):
             sequence.in_flight -= 1
+            if sequence.state == "running":
+                self.memory.landed(sequence, work.start + work.count)
             token, stopped = next(drawn) if work.sample else (0, 0)
             if sequence.state == "ending":
                 self.wasted_slots += work.sample
@@ -183,6 +181,7 @@ class LaneCore:
                 ended.append((sequence, "failed", f"model {plan.model!r} produced logits that are not finite"))
             elif work.sample:
                 sequence.delivered += 1
+                sequence.keys.append(token)
                 start = sequence.start
                 requests, epochs, tokens = columns.setdefault(start.sink, (bytearray(), bytearray(), bytearray()))
                 requests += start.request.to_bytes(8, "little")
@@ -207,23 +206,24 @@ class LaneCore:
                 sequence.move("land")
                 self._bury(sequence)
 
-    # Steps that are launched ---------------------------------------------------------------------------------------
+    # Steps that are launched -----------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
         while len(self._in_flight) < STEPS_AHEAD:
             busy = [lane for lane in self._lanes.values() if lane.running or lane.waiting]
-            if any(self._launch_step(lane) for lane in self._policy.order(busy)):
+            prefilling = any(work.count > 1 for plan, _ in self._in_flight.values() for work in plan.work)
+            if any(self._launch_step(lane, phase) for lane, phase in self._policy.choose(busy, prefilling)):
                 continue
             if self._in_flight or not self._break_stall(busy):
                 return
 
-    def _launch_step(self, lane: Lane) -> bool:
+    def _launch_step(self, lane: Lane, phase: Phase) -> bool:
         """Launches a step of this model if there is anything to compute: decodes first, so that a long prompt delays
-        no running answer by more than a chunk; then prefills and newcomers, oldest first."""
+        no running answer by more than a chunk; then, in a mixed step, prefills and newcomers, oldest first."""
         work: list[Work] = []
         sequences: list[Sequence] = []
         budget = lane.step_tokens
-        for decode in (True, False):
+        for decode in (True, False) if phase == "mixed" else (True,):
             for sequence in list(lane.running):
                 if budget == 0 or sequence.state != "running" or (sequence.pending == 1) != decode:
                     continue
@@ -231,7 +231,7 @@ class LaneCore:
                     budget -= share.count
                     work.append(share)
                     sequences.append(sequence)
-        while budget > 0 and (newcomer := self._admit(lane)) is not None:
+        while phase == "mixed" and budget > 0 and (newcomer := self._admit(lane)) is not None:
             share = self._share(lane, newcomer, budget)
             assert share is not None, "a sequence is admitted with the blocks of its first steps"
             budget -= share.count
@@ -241,6 +241,8 @@ class LaneCore:
             return False
         self._steps += 1
         lane.launched = self._steps
+        if any(share.count > 1 for share in work):
+            lane.prefilled = self._steps
         plan = StepPlan(self._steps, lane.model, tuple(work))
         self._in_flight[plan.step] = (plan, sequences)
         self._commands.append(plan)
@@ -253,24 +255,18 @@ class LaneCore:
         count = min(sequence.pending, budget)
         if not self._grow(lane, sequence, sequence.computed + count):
             return None
-        fresh = tuple(sequence.blocks[sequence.placed :])
+        kept, start = sequence.placed, sequence.computed
         sequence.placed = len(sequence.blocks)
-        start = sequence.computed
         sequence.computed += count
         sample = sequence.pending == 0
         if sample:
             sequence.known += 1
         sequence.in_flight += 1
-        return Work(sequence.number, start, count, fresh, sample)
+        return Work(sequence.number, start, count, kept, tuple(sequence.blocks[kept:]), sample)
 
     def _grow(self, lane: Lane, sequence: Sequence, tokens: int) -> bool:
         """Blocks for that many tokens, at the cost of younger sequences of the model if need be."""
-        need = sequence.blocks_for(tokens)
-        while need:
-            blocks = self.pool.allocate(lane.model, need)
-            if blocks is not None:
-                sequence.blocks.extend(blocks)
-                return True
+        while not self.memory.grow(sequence, tokens, alone=len(lane.running) == 1):
             victim = lane.running[-1]
             if victim is sequence:
                 return False
@@ -283,15 +279,15 @@ class LaneCore:
     def _preempt(self, lane: Lane, victim: Sequence) -> None:
         victim.move("preempt")
         lane.running.remove(victim)
-        self._release(victim)
+        self.memory.release(victim)
         lane.wait(victim)
         self.preemptions += 1
 
     def _admit(self, lane: Lane) -> Sequence | None:
         """The oldest waiting sequence, now running and with blocks for all that is known of it, if there is room.
 
-        While one waits for memory, no younger one of any model is admitted: else a stream of small requests would
-        keep a large one waiting for ever."""
+        While one waits for memory that others hold, no younger one of any model is admitted: else a stream of small
+        requests would keep a large one waiting for ever. One that waits for its own model's quota delays only that."""
         if not lane.waiting or len(lane.running) >= lane.max_sequences:
             return None
         sequence = lane.waiting[0]
@@ -299,13 +295,12 @@ class LaneCore:
             return None
         if any(other.held for other in lane.running):
             return None
-        blocks = self.pool.allocate(lane.model, sequence.blocks_for(sequence.known + 1))
-        if blocks is None:
-            self._starved = sequence
+        if not self.memory.admit(sequence, alone=not lane.running):
+            if self.memory.within_quota(sequence):
+                self._starved = sequence
             return None
         if self._starved is sequence:
             self._starved = None
-        sequence.blocks.extend(blocks)
         del lane.waiting[0]
         sequence.move("admit")
         lane.run(sequence)

@@ -15,12 +15,13 @@ from forebay.transport.messages import (
 
 
 class ModelOpened(Message, frozen=True):
-    """A model can run: its sequences may start."""
+    """A model can run: its sequences may start. `popularity` as in `ModelSpec`."""
 
     model: str
     block_bytes: int
     max_sequences: int
     step_tokens: int
+    popularity: float = 1.0
 
 
 class Reset(Message, frozen=True):

@@ -58,4 +58,6 @@ def _model_status(model: Model, workers: Workers) -> ModelStatus:
         len(model.queue),
         sum(worker.held(name) for worker in workers),
         next((replica.reason for replica in replicas if replica.reason), ""),
+        model.prompt_tokens,
+        model.cached_tokens,
     )

@@ -4,11 +4,9 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from forebay.sched.prefix import KeyChain
 from forebay.sched.states import SEQUENCE, move
-from forebay.transport.messages import Start
-
-BLOCK_TOKENS = 16
-"""Tokens in a KV block, of whatever model (design: blocks hold all layers of 16 tokens)."""
+from forebay.transport.messages import BLOCK_TOKENS, Start
 
 
 @dataclass(slots=True, eq=False)
@@ -16,10 +14,12 @@ class Sequence:
     """A request on this device.
 
     `known` counts the tokens that exist or that a step in flight will have drawn by the time the next one runs;
-    `computed` those whose keys and values are in blocks, or will be. `delivered` counts output tokens that were handed
-    out. `in_flight` counts steps that were launched and have not landed. The first `placed` of its blocks are in the
-    runner's table. `held`: it makes room for an older one and is not launched again before it was preempted.
-    `started` and `reported`: the scheduler was told of its start, everybody of its end."""
+    `computed` those whose keys and values are in blocks, or will be, `landed` those of which it is certain.
+    `delivered` counts output tokens that were handed out. `in_flight` counts steps that were launched and have not
+    landed. The first `placed` of its blocks are in the runner's table, the first `published` can be found by others.
+    `cached` tokens of what it came with were found in blocks that others had computed. `held`: it makes room for an
+    older one and is not launched again before it was preempted. `started` and `reported`: the scheduler was told of its
+    start, everybody of its end."""
 
     number: int
     arrival: int
@@ -27,21 +27,31 @@ class Sequence:
     state: str = "waiting"
     known: int = 0
     computed: int = 0
+    landed: int = 0
     delivered: int = 0
     in_flight: int = 0
     blocks: list[int] = field(default_factory=list)
     placed: int = 0
+    published: int = 0
+    cached: int = 0
     held: bool = False
     started: bool = False
     reported: bool = False
+    keys: KeyChain = field(init=False)
 
     def __post_init__(self) -> None:
         self.known = len(self.start.tokens) // 4
         self.delivered = self.known - self.start.prompt_tokens
+        self.keys = KeyChain(self.start.tokens)
 
     @property
     def model(self) -> str:
         return self.start.model
+
+    @property
+    def came_with(self) -> int:
+        """Tokens that the request had when it came here."""
+        return len(self.start.tokens) // 4
 
     @property
     def pending(self) -> int:
@@ -71,8 +81,8 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One model on this device: its waiting and running sequences, both oldest first. `launched`: the number of its
-    latest step, 0 before the first."""
+    """One model on this device: its waiting and running sequences, both oldest first. `launched` and `prefilled` are
+    the numbers of its latest step, and of its latest with a prefill; 0 before the first."""
 
     model: str
     block_bytes: int
@@ -81,6 +91,7 @@ class Lane:
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     launched: int = 0
+    prefilled: int = 0
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence)
@@ -92,6 +103,14 @@ class Lane:
     def oldest(self) -> int:
         """Arrival of its oldest sequence; call it only on a lane that has one."""
         return min(group[0].arrival for group in (self.waiting, self.running) if group)
+
+    @property
+    def has_prefill(self) -> bool:
+        return bool(self.waiting) or any(sequence.pending > 1 for sequence in self.running)
+
+    @property
+    def has_decode(self) -> bool:
+        return any(sequence.pending == 1 for sequence in self.running)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running

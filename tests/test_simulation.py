@@ -20,7 +20,7 @@ from forebay.sched.central_events import CentralEvent, CentralSettings, Dismiss,
 from forebay.sched.central_events import Send as SendTo
 from forebay.sched.lane import LaneCore
 from forebay.sched.lane_events import Deliver, LaneEvent, ModelOpened, Report, Reset
-from forebay.sched.policy import FirstComeFirstServed
+from forebay.sched.policy import AdaptiveBatching
 from forebay.transport.codec import encode, read_to_front_door, read_to_scheduler, read_to_worker
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
@@ -70,7 +70,7 @@ class Worker:
 
     id: str
     gpu: str
-    core: LaneCore = field(default_factory=lambda: LaneCore(BlockPool(4, 1000), FirstComeFirstServed()))
+    core: LaneCore = field(default_factory=lambda: LaneCore(BlockPool(4, 1000), AdaptiveBatching()))
     opened: set[str] = field(default_factory=set)
     sequences: dict[int, tuple[int, int]] = field(default_factory=dict)  # -> identity, next output index
     flying: deque[tuple[StepPlan, StepDone]] = field(default_factory=deque)

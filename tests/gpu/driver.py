@@ -122,9 +122,10 @@ class Driver:
             end = request.computed + count
             needed = max(0, -(-end // self.runner.shape.block_tokens) - request.table)
             blocks = self.blocks.take(self.runner, needed)
+            kept = request.table if request.computed else 0
             request.table += needed
             sample = end == len(request.tokens)
-            work.append(Work(request.number, request.computed, count, blocks, sample))
+            work.append(Work(request.number, request.computed, count, kept, blocks, sample))
             request.computed = end
             if sample:
                 request.tokens.append(-1)

@@ -272,12 +272,12 @@ def _open(number: int, tokens: list[int]) -> OpenSequence:
 @pytest.mark.parametrize(
     ("work", "problem"),
     [
-        (Work(9, 0, 1, (0,), False), "not open"),
-        (Work(1, 0, 4, (0,), False), "3 tokens are known"),
-        (Work(1, 0, 2, (0,), True), "to sample from"),
-        (Work(1, 0, 3, (), True), "table of 0 blocks is too short"),
-        (Work(1, 0, 3, (10**6,), True), "block outside"),
-        (Work(1, 0, 0, (0,), False), "3 tokens are known"),
+        (Work(9, 0, 1, 0, (0,), False), "not open"),
+        (Work(1, 0, 4, 0, (0,), False), "3 tokens are known"),
+        (Work(1, 0, 2, 0, (0,), True), "to sample from"),
+        (Work(1, 0, 3, 0, (), True), "table of 0 blocks is too short"),
+        (Work(1, 0, 3, 0, (10**6,), True), "block outside"),
+        (Work(1, 0, 0, 0, (0,), False), "3 tokens are known"),
     ],
 )
 def test_step_that_breaks_the_contract_fails_and_changes_nothing(device, folders, work, problem) -> None:
@@ -285,7 +285,7 @@ def test_step_that_breaks_the_contract_fails_and_changes_nothing(device, folders
     run.runner.open(_open(1, [20, 21, 22]))
     with pytest.raises(StepError, match=problem):
         run.runner.launch(StepPlan(1, "m", (work,))).result(timeout=30)
-    done = run.runner.launch(StepPlan(2, "m", (Work(1, 0, 3, (0,), True),))).result(timeout=30)
+    done = run.runner.launch(StepPlan(2, "m", (Work(1, 0, 3, 0, (0,), True),))).result(timeout=30)
     assert (done.step, len(done.tokens), done.seconds > 0) == (2, 4, True)
 
 
@@ -302,7 +302,7 @@ def test_sequences_are_opened_and_closed_once(device, folders) -> None:
     with pytest.raises(StepError, match="not open"):
         runner.close(CloseSequence(1, "m"))
     with pytest.raises(StepError, match="not open"):
-        runner.launch(StepPlan(1, "m", (Work(1, 0, 1, (0,), True),))).result(timeout=30)
+        runner.launch(StepPlan(1, "m", (Work(1, 0, 1, 0, (0,), True),))).result(timeout=30)
 
 
 def test_context_is_the_least_of_model_spec_and_pool(folders) -> None:

@@ -67,6 +67,7 @@ async def test_a_completion_of_text(front: Front, text: ModelText) -> None:
         "prompt_tokens": len(prompt),
         "completion_tokens": len(answer),
         "total_tokens": len(prompt) + len(answer),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     submit = await front.peer.next_submit()
     assert prompt_of(submit) == prompt

@@ -31,7 +31,7 @@ def test_blocks_are_conserved_and_never_overlap(calls: list[tuple[str, int, bool
             assert got is None or len(got) == count
             held[model].extend(got or ())
         else:
-            blocks.free(model, [held[model].pop() for _ in range(min(count, len(held[model])))])
+            blocks.release(model, [held[model].pop() for _ in range(min(count, len(held[model])))])
         blocks.check()
         spans = sorted((b * SIZES[m], (b + 1) * SIZES[m]) for m, mine in held.items() for b in mine)
         assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "two blocks overlap"
@@ -51,7 +51,7 @@ def test_an_idle_slab_changes_hands_and_a_used_one_does_not() -> None:
     blocks = pool(3)
     taken = blocks.allocate("large", 3) or ()
     assert blocks.allocate("small", 1) is None
-    blocks.free("large", taken[:1])
+    blocks.release("large", taken[:1])
     assert len(blocks.allocate("small", 10) or ()) == 10
     assert blocks.allocate("large", 1) is None
     blocks.check()
@@ -60,9 +60,9 @@ def test_an_idle_slab_changes_hands_and_a_used_one_does_not() -> None:
 def test_freeing_twice_raises_and_changes_nothing() -> None:
     blocks = pool()
     (block,) = blocks.allocate("small", 1) or (0,)
-    blocks.free("small", [block])
+    blocks.release("small", [block])
     with pytest.raises(KeyError):
-        blocks.free("small", [block])
+        blocks.release("small", [block])
     blocks.check()
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forebay.sched.lane_events import ModelOpened, Reset
-from forebay.transport.messages import Cancel, StepFailed
+from forebay.sched.policy import POLICIES
+from forebay.transport.messages import Cancel
 from tests.sched.world import World, make_world, start
 
 SIZES = {"a": 100, "b": 260, "c": 1500}  # bytes of a block, in slabs of 1,024
@@ -185,30 +186,91 @@ def test_a_failed_step_fails_its_sequences_and_the_model_lives_on() -> None:
     world.send(opened())
     world.send(start(1, max_tokens=5))
     while world.flying:
-        world.send(StepFailed(world.flying.popleft().step, "boom"))
+        world.fail()
     assert world.finished[1, 0].detail == "a step of model 'a' failed: boom"
     world.send(start(2, max_tokens=3))
     world.run_dry()
     assert len(world.delivered[2, 0]) == 3
 
 
-class AnyOrder(RuleBasedStateMachine):
-    """Random requests, cancellations, endings and failures against a pool that is far too small."""
+def test_a_second_request_with_the_same_beginning_computes_only_what_is_new() -> None:
+    world = make_world(prefix_cache=True)
+    world.send(opened(step_tokens=64))
+    text = list(range(40))
+    world.send(start(1, text=text, max_tokens=10))
+    world.run_dry()
+    again = text + [int(token) for token in world.delivered[1, 0]] + [77] * 5
+    world.send(start(2, text=again, max_tokens=2))
+    world.run_dry()
+    (first, *_) = [work for plan in world.plans for work in plan.work if work.sequence == 2]
+    assert (first.start, first.count) == (48, 7), "48 of the first turn's 49 computed tokens are in full blocks"
+    assert world.reported[2, 0].cached == 48
+    assert world.finished[2, 0].cached == 48
+    assert world.reported[1, 0].cached == 0
 
-    @initialize(slabs=st.integers(2, 5))
-    def open(self, slabs: int) -> None:
-        self.world: World = make_world(slabs)
+
+def test_the_same_text_of_another_model_is_not_found() -> None:
+    world = make_world(prefix_cache=True)
+    for model in "ab":
+        world.send(opened(model, step_tokens=64))
+        world.send(start(ord(model), model, text=list(range(40)), max_tokens=2))
+        world.run_dry()
+    assert [ended.cached for ended in world.reported.values()] == [0, 0]
+
+
+def test_a_prompt_that_is_wholly_known_still_computes_its_last_block() -> None:
+    world = make_world(prefix_cache=True)
+    world.send(opened(step_tokens=64))
+    for request in (1, 2):
+        world.send(start(request, text=list(range(32)), max_tokens=3))
+        world.run_dry()
+    assert world.reported[2, 0].cached == 16
+
+
+def test_what_was_cached_longest_goes_first() -> None:
+    world = make_world(slabs=1, slab_bytes=600, prefix_cache=True)  # six blocks
+    world.send(opened(step_tokens=64))
+    for request, first in enumerate((1, 2, 1, 3, 1, 2), start=1):
+        world.send(start(request, text=[first] * 33, max_tokens=2))  # three blocks, two of them full
+        world.run_dry()
+    cached = [world.reported[request, 0].cached for request in range(1, 7)]
+    assert cached == [0, 0, 32, 0, 32, 16], "the end of the second text made room for the third, its beginning stayed"
+
+
+def test_without_the_cache_nothing_is_found() -> None:
+    world = make_world(prefix_cache=False)
+    world.send(opened(step_tokens=64))
+    for request in (1, 2):
+        world.send(start(request, text=list(range(40)), max_tokens=2))
+        world.run_dry()
+    assert world.reported[2, 0].cached == 0
+
+
+TEXTS = [[number] * 7 + list(range(60)) for number in range(2)]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Random requests, cancellations, endings and failures under any policy, against a pool that is far too small."""
+
+    @initialize(slabs=st.integers(2, 5), policy=st.sampled_from(sorted(POLICIES)), prefix_cache=st.booleans())
+    def open(self, slabs: int, policy: str, prefix_cache: bool) -> None:
+        self.world: World = make_world(slabs, policy=policy, prefix_cache=prefix_cache)
         self.requests = 0
         self.epochs: dict[int, int] = {}
         self.silenced: set[tuple[int, int]] = set()
         for model, size in SIZES.items():
             self.world.send(opened(model, size, max_sequences=3, step_tokens=16))
 
-    @rule(model=st.sampled_from("abcz"), prompt=st.integers(1, 60), max_tokens=st.integers(1, 60))
-    def submit(self, model: str, prompt: int, max_tokens: int) -> None:
+    @rule(
+        model=st.sampled_from("abcz"),
+        prompt=st.integers(1, 60),
+        max_tokens=st.integers(1, 60),
+        text=st.sampled_from([None, *TEXTS]),
+    )
+    def submit(self, model: str, prompt: int, max_tokens: int, text: list[int] | None) -> None:
         self.requests += 1
         self.epochs[self.requests] = 0
-        self.world.send(start(self.requests, model, prompt, max_tokens))
+        self.world.send(start(self.requests, model, prompt, max_tokens, text=text and text[:prompt]))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -232,9 +294,20 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.land(stops, invalid)
 
     @precondition(lambda self: self.world.flying)
+    @rule(steps=st.integers(5, 40))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.world.flying:
+                self.world.land()
+
+    @precondition(lambda self: self.world.flying)
     @rule()
     def fail(self) -> None:
-        self.world.send(StepFailed(self.world.flying.popleft().step, "boom"))
+        self.world.fail()
+
+    @rule(seconds=st.floats(0, 20))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now += seconds
 
     @rule()
     def reset(self) -> None:
@@ -259,4 +332,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
-TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAnyOrder.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

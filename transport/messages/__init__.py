@@ -3,6 +3,7 @@
 from forebay.transport.messages.base import PROTOCOL_VERSION, Message, Part
 from forebay.transport.messages.common import DeviceSettings, FinishReason, Heartbeat, ModelSpec, Sampling
 from forebay.transport.messages.steps import (
+    BLOCK_TOKENS,
     CloseSequence,
     OpenSequence,
     StepDone,
@@ -41,6 +42,7 @@ from forebay.transport.messages.to_scheduler import (
 from forebay.transport.messages.to_worker import Cancel, Load, Refused, Rejoin, Start, Stop, ToWorker, Welcome
 
 __all__ = [
+    "BLOCK_TOKENS",
     "PROTOCOL_VERSION",
     "Abort",
     "Cancel",

@@ -21,18 +21,21 @@ class Sampling(Part, frozen=True):
 
 
 class DeviceSettings(Part, frozen=True):
-    """What a worker may use of its device. `memory` is the KV pool's capacity in bytes; `threads` is the number of
-    CPU threads of a step (0: leave the library's own choice)."""
+    """What a worker may use of its device, and how it shares it. `memory` is the KV pool's capacity in bytes; `threads`
+    is the number of CPU threads of a step (0: leave the library's own choice)."""
 
     memory: int
     slab_bytes: int = 256 << 20
     threads: int = 0
+    policy: str = "adbs"
+    prefix_cache: bool = True
 
 
 class ModelSpec(Part, frozen=True):
     """A model to load. `path` is a folder in Hugging Face's layout (absolute). `max_context` in tokens, 0: as many as
     the model was trained for. `max_sequences` bounds how many of its sequences run at once on one device,
-    `step_tokens` how many tokens one step may process (prefill is cut into chunks of that size)."""
+    `step_tokens` how many tokens one step may process (prefill is cut into chunks of that size). `popularity`: the
+    share of requests that it is expected to get, relative to other models."""
 
     name: str
     path: str
@@ -40,6 +43,7 @@ class ModelSpec(Part, frozen=True):
     max_context: int = 0
     max_sequences: int = 64
     step_tokens: int = 512
+    popularity: float = 1.0
 
 
 class Heartbeat(Message, frozen=True):

@@ -6,6 +6,9 @@ They are messages, and live here, because sched and gpu never import each other,
 from forebay.transport.messages.base import Message, Part
 from forebay.transport.messages.common import Sampling
 
+BLOCK_TOKENS = 16
+"""Tokens in a KV block, of whatever model."""
+
 
 class OpenSequence(Message, frozen=True):
     """A sequence to be run: its known tokens (uint32, little-endian), of which `prompt_tokens` are the prompt.
@@ -28,13 +31,15 @@ class CloseSequence(Message, frozen=True):
 class Work(Part, frozen=True):
     """One sequence's share of a step: compute the tokens at positions start .. start + count - 1.
 
-    `blocks` are appended to the sequence's block table first (indices of the model's blocks in the pool); with
-    `start` 0 the table begins anew. With `sample` the last of them is the last token known, and the step draws the
-    next one, which thereby becomes known."""
+    Of the sequence's block table the first `kept` entries stay and `blocks` follow them (indices of the model's blocks
+    in the pool), before anything is computed. Positions before `start` are in those blocks already, computed by this
+    sequence or by another one with the same text. With `sample` the last position is that of the last token known, and
+    the step draws the next one, which thereby becomes known."""
 
     sequence: int
     start: int
     count: int
+    kept: int
     blocks: tuple[int, ...]
     sample: bool
 

@@ -16,7 +16,8 @@ RejectKind = Literal["unknown_model", "context_too_long", "not_ready", "queue_fu
 
 class ModelStatus(Part, frozen=True):
     """`max_context` in tokens, the least of its ready replicas (0 before the first is ready). `was_ready` stays true
-    once the model was ready: from then on requests queue while its workers are away."""
+    once the model was ready: from then on requests queue while its workers are away. `prompt_tokens` counts what ended
+    requests came with, `cached_tokens` how much of it was found in the prefix cache."""
 
     name: str
     path: str
@@ -27,6 +28,8 @@ class ModelStatus(Part, frozen=True):
     waiting: int
     running: int
     reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class WorkerStatus(Part, frozen=True):
@@ -88,12 +91,14 @@ class Tokens(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """A request's last word, after its last tokens. `detail` explains a failure."""
+    """A request's last word, after its last tokens. `detail` explains a failure; `cached` counts its prompt's tokens
+    that were found in the prefix cache."""
 
     request: int
     epoch: int
     reason: FinishReason
     detail: str = ""
+    cached: int = 0
 
 
 ToFrontDoor = (

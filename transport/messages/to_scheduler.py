@@ -37,12 +37,14 @@ class Started(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """A request ended on this worker. `generated` counts the tokens delivered in this epoch."""
+    """A request ended on this worker. `generated` counts the tokens delivered in this epoch, `cached` those of what it
+    came with that were found in the prefix cache."""
 
     request: int
     epoch: int
     reason: FinishReason
     generated: int
+    cached: int = 0
 
 
 class Leave(Message, frozen=True):

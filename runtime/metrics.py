@@ -1,0 +1,46 @@
+"""What Prometheus reads at /metrics: the scheduler's latest word on models and workers, as gauges and counters."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from forebay.transport.messages import Status
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def exposition(status: Status) -> bytes:
+    """The metrics of one moment, in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(status))
+    return generate_latest(registry)
+
+
+class _Snapshot:
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily("forebay_requests_waiting", "Requests that wait in the scheduler", labels=["model"])
+        running = GaugeMetricFamily("forebay_requests_running", "Requests that workers hold", labels=["model"])
+        replicas = GaugeMetricFamily("forebay_replicas_ready", "Replicas that are loaded", labels=["model"])
+        prompts = CounterMetricFamily(
+            "forebay_prompt_tokens", "Tokens that requests came with, of those that ended", labels=["model"]
+        )
+        cached = CounterMetricFamily(
+            "forebay_prefix_cache_hit_tokens", "Of these, tokens found in the prefix cache", labels=["model"]
+        )
+        for model in self._status.models:
+            for family, value in (
+                (waiting, model.waiting),
+                (running, model.running),
+                (replicas, model.replicas),
+                (prompts, model.prompt_tokens),
+                (cached, model.cached_tokens),
+            ):
+                family.add_metric([model.name], value)
+        held = GaugeMetricFamily("forebay_worker_requests", "Requests that a worker holds", labels=["worker", "gpu"])
+        for worker in self._status.workers:
+            held.add_metric([worker.id, worker.gpu], worker.running)
+        yield from (waiting, running, replicas, prompts, cached, held)
