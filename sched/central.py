@@ -119,6 +119,12 @@ class CentralCore:
                 assert worker.held(name) == len(mine), (worker.id, name)
             assert worker.outstanding == sum(request.cost for request in held), worker.id
         for model in self._models.values():
+            name = model.spec.name
+            assert model.ranking.loads == {
+                worker.id: worker.outstanding
+                for worker in self._workers.values()
+                if worker.serves(name) and worker.held(name) < model.window
+            }, name
             assert list(model.queue) == sorted(model.queue, key=model.queue.__getitem__), model.spec.name
 
     # Peers ---------------------------------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ class CentralCore:
         if settings is not None:
             for model in self._models.values():
                 if join.gpu in model.gpus:
-                    worker.add(model.spec.name)
+                    model.replicas[peer] = worker.add(model.spec.name)
                     self._send(peer, Load(model.spec))
         worker.settle()
         self._announce()
@@ -190,6 +196,9 @@ class CentralCore:
     def _lose(self, peer: str, reason: str) -> None:
         if (worker := self._workers.pop(peer, None)) is not None:
             worker.move("lose")
+            for name in worker.replicas:
+                self._models[name].ranking.remove(peer)
+                del self._models[name].replicas[peer]
             for number in sorted(worker.requests):
                 request = self._requests[number]
                 request.move("lose")
@@ -210,9 +219,10 @@ class CentralCore:
         match message:
             case ModelReady(name, max_context):
                 worker.finish_loading(name, "ready", max_context)
+                self._rank(worker)
                 self._models[name].was_ready = True
                 self._models[name].max_context = min(
-                    w.replicas[name].max_context for w in self._workers.values() if w.serves(name)
+                    replica.max_context for replica in self._models[name].replicas.values() if replica.state == "ready"
                 )
                 self._announce()
                 self._dispatch(self._models[name])
@@ -226,6 +236,7 @@ class CentralCore:
                     return  # an ending that crossed with ours
                 request.move("end")
                 worker.release(request)
+                self._rank(worker)
                 model = self._models[request.model]
                 model.prompt_tokens += len(request.submit.tokens) // 4
                 model.cached_tokens += cached
@@ -244,30 +255,23 @@ class CentralCore:
 
     def _dispatch(self, model: Model) -> None:
         """Gives waiting requests to replicas, oldest first, while any has room."""
-        name, bound = model.spec.name, routing.window(model.spec)
-        while model.queue:
-            choice = routing.least_loaded(
-                (worker.outstanding, worker.id)
-                for worker in self._workers.values()
-                if worker.serves(name) and worker.held(name) < bound
-            )
-            if choice is None:
-                return
+        while model.queue and (choice := model.ranking.best()) is not None:
             request = self._requests[next(iter(model.queue))]
             del model.queue[request.number]
             request.move("dispatch")
-            worker = self._workers[choice]
             submit = request.submit
             cost = routing.outstanding_tokens(
                 len(submit.tokens) // 4, submit.prompt_tokens, submit.sampling.max_tokens, model.mean_output
             )
+            worker = self._workers[choice]
             worker.hold(request, cost)
+            self._rank(worker)
             self._send(
                 choice,
                 Start(
                     submit.request,
                     submit.epoch,
-                    name,
+                    submit.model,
                     submit.tokens,
                     submit.prompt_tokens,
                     submit.sampling,
@@ -275,10 +279,19 @@ class CentralCore:
                 ),
             )
 
+    def _rank(self, worker: Worker) -> None:
+        """Its load has changed, or what it serves: every model that it serves needs to know."""
+        for name, replica in worker.replicas.items():
+            model = self._models[name]
+            if replica.state == "ready" and worker.held(name) < model.window:
+                model.ranking.update(worker.id, worker.outstanding)
+            else:
+                model.ranking.remove(worker.id)
+
     def _fail_hopeless(self) -> None:
         """A model that failed on every device that could hold it never comes: what waits for it is told so."""
         for model in self._models.values():
-            if model.queue and (reason := hopeless(model, self._workers.values())):
+            if model.queue and (reason := hopeless(model)):
                 for number in list(model.queue):
                     self._reject(self._requests[number], "failed", reason)
 
@@ -305,7 +318,7 @@ class CentralCore:
             case Query(query):
                 self._send(
                     door.id,
-                    Status(query, self._model_statuses(), worker_statuses(self._workers.values(), self._draining)),
+                    Status(query, self._model_statuses(), worker_statuses(self._workers, self._draining)),
                 )
             case Leave(reason):
                 self._lose(door.id, f"it left: {reason}")
@@ -332,7 +345,7 @@ class CentralCore:
         if model is None:
             names = ", ".join(self._models) or "none: this scheduler has no configuration"
             return "unknown_model", f"there is no model {submit.model!r} here (there is: {names})"
-        if reason := hopeless(model, self._workers.values()):
+        if reason := hopeless(model):
             return "failed", reason
         if self._draining and submit.epoch == 0:
             return "draining", "the server is shutting down and takes no new requests"
@@ -354,7 +367,7 @@ class CentralCore:
     def _enqueue(self, request: Request) -> None:
         model = self._models[request.model]
         model.enqueue(request)
-        if reason := hopeless(model, self._workers.values()):
+        if reason := hopeless(model):
             self._reject(request, "failed", reason)
         self._dispatch(model)
 
@@ -391,7 +404,7 @@ class CentralCore:
         self._commands.append(Send(peer, message))
 
     def _model_statuses(self) -> tuple[ModelStatus, ...]:
-        return model_statuses(self._models, self._workers.values())
+        return model_statuses(self._models, self._workers)
 
     def _catalog(self) -> Catalog:
         return Catalog(self._model_statuses(), self._draining)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import cast
 
+from forebay.sched.routing import Ranking, window
 from forebay.sched.states import REPLICA, REQUEST, WORKER, IllegalTransition, move
 from forebay.transport.messages import ModelSpec, Submit, WorkerState
 
@@ -38,7 +39,8 @@ class Request:
 @dataclass(slots=True)
 class Model:
     """`queue` holds the numbers of waiting requests, oldest first, with their arrivals. `mean_output` in tokens;
-    `max_context` the least of its ready replicas, or what it was when there last was one (0: never)."""
+    `max_context` the least of its ready replicas, or what it was when there last was one (0: never). `replicas` are by
+    worker, `ranking` are the workers with room for one more, `window` is how many requests each may hold."""
 
     spec: ModelSpec
     gpus: tuple[str, ...]
@@ -48,6 +50,12 @@ class Model:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     mean_output: float = 128.0
+    replicas: dict[str, "Replica"] = field(default_factory=dict)
+    ranking: Ranking = field(default_factory=Ranking)
+    window: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.window = window(self.spec)
 
     def enqueue(self, request: Request) -> None:
         late = bool(self.queue) and request.arrival < next(reversed(self.queue.values()))
@@ -87,8 +95,9 @@ class Worker:
     def move(self, event: str) -> None:
         self.state = move(WORKER, f"worker {self.id}", self.state, event)
 
-    def add(self, model: str) -> None:
+    def add(self, model: str) -> Replica:
         self.replicas[model] = Replica()
+        return self.replicas[model]
 
     def finish_loading(self, model: str, event: str, max_context: int = 0, reason: str = "") -> None:
         """Raises IllegalTransition for a model that this worker was not told to load."""

@@ -1,20 +1,19 @@
 """What the central core says of its models and workers to others."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from forebay.sched.central_state import Model, Worker
 from forebay.transport.messages import ModelState, ModelStatus, WorkerStatus
 
-Workers = Collection[Worker]
+Workers = Mapping[str, Worker]
 
 
-def hopeless(model: Model, workers: Workers) -> str:
+def hopeless(model: Model) -> str:
     """Why no replica of the model will ever be ready, or nothing where one may."""
-    name = model.spec.name
-    replicas = [replica for worker in workers if (replica := worker.replicas.get(name)) is not None]
+    replicas = model.replicas.values()
     if len(replicas) < len(model.gpus) or any(replica.state != "failed" for replica in replicas):
         return ""
-    return f"model {name!r} could not be loaded: {replicas[0].reason}"
+    return f"model {model.spec.name!r} could not be loaded: {next(iter(replicas)).reason}"
 
 
 def model_statuses(models: Mapping[str, Model], workers: Workers) -> tuple[ModelStatus, ...]:
@@ -31,13 +30,13 @@ def worker_statuses(workers: Workers, draining: bool) -> tuple[WorkerStatus, ...
             tuple(name for name, replica in worker.replicas.items() if replica.state == "ready"),
             len(worker.requests),
         )
-        for worker in workers
+        for worker in workers.values()
     )
 
 
 def _model_status(model: Model, workers: Workers) -> ModelStatus:
     name = model.spec.name
-    replicas = [worker.replicas[name] for worker in workers if name in worker.replicas]
+    replicas = model.replicas.values()
     states = {replica.state for replica in replicas}
     state: ModelState = (
         "ready"
@@ -45,7 +44,7 @@ def _model_status(model: Model, workers: Workers) -> ModelStatus:
         else "loading"
         if "loading" in states
         else "failed"
-        if hopeless(model, workers)
+        if hopeless(model)
         else "waiting"
     )
     return ModelStatus(
@@ -56,7 +55,7 @@ def _model_status(model: Model, workers: Workers) -> ModelStatus:
         model.max_context,
         sum(replica.state == "ready" for replica in replicas),
         len(model.queue),
-        sum(worker.held(name) for worker in workers),
+        sum(workers[peer].held(name) for peer in model.replicas),
         next((replica.reason for replica in replicas if replica.reason), ""),
         model.prompt_tokens,
         model.cached_tokens,

@@ -1,6 +1,7 @@
 """Which replica serves a request: the one with the least work outstanding, counted in tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
 
 from forebay.transport.messages import ModelSpec
 
@@ -24,6 +25,38 @@ def updated_mean(mean: float, sample: int) -> float:
     return mean + OUTPUT_SMOOTHING * (sample - mean)
 
 
-def least_loaded(loads: Iterable[tuple[int, str]]) -> str | None:
-    """`loads` are (outstanding tokens, worker); ties go to the first by name, so that the choice is repeatable."""
-    return min(loads, default=(0, None))[1]
+class Ranking:
+    """The workers that may take a request of one model, the one with the least work outstanding first; ties go to the
+    first by name, so that the choice is repeatable. An update costs the logarithm of their number."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, int] = {}
+        self._heap: list[tuple[int, str]] = []
+
+    def update(self, worker: str, load: int) -> None:
+        """The worker may take one, and has `load` tokens outstanding."""
+        if self._loads.get(worker) == load:
+            return
+        self._loads[worker] = load
+        heappush(self._heap, (load, worker))
+        if len(self._heap) > 16 + 4 * len(
+            self._loads
+        ):  # entries of the past, which `best` skips, are not kept for ever
+            self._heap = [(current, name) for name, current in self._loads.items()]
+            heapify(self._heap)
+
+    def remove(self, worker: str) -> None:
+        """The worker is full, or gone."""
+        self._loads.pop(worker, None)
+
+    def best(self) -> str | None:
+        while self._heap:
+            load, worker = self._heap[0]
+            if self._loads.get(worker) == load:
+                return worker
+            heappop(self._heap)
+        return None
+
+    @property
+    def loads(self) -> Mapping[str, int]:
+        return self._loads
