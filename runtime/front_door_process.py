@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import secrets
 import socket
 from pathlib import Path
@@ -43,6 +44,8 @@ def open_door(
     if parent is not None:
         end_with_parent(parent)
     log = logs.set_up("front door")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client is a descriptor; the usual 1,024 are few
     try:
         listener = listen(host, port)
     except (OSError, RefusedAddress) as error:
