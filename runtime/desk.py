@@ -14,6 +14,7 @@ from typing import Literal
 from forebay.transport.messages import (
     Abort,
     Catalog,
+    Concluded,
     Finished,
     Heartbeat,
     Interrupted,
@@ -208,6 +209,7 @@ class Desk:
         if delivery is None:
             return
         delivery.cached = message.cached
+        self.send(Concluded(message.request))
         match message.reason:
             case "stop" | "length":
                 delivery._finish(message.reason)

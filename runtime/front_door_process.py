@@ -89,7 +89,7 @@ class FrontDoorProcess:
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
         failure = Failure()
-        on_signals(lambda: self._end(0, "a signal"))
+        on_signals(lambda: None)  # the scheduler drains first, and then says Stop
         self._desk = Desk(lambda message: self._link.send(message))
         self._texts = Texts()
         self._warming: set[asyncio.Task[None]] = set()

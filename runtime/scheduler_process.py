@@ -34,6 +34,7 @@ from forebay.transport.codec import read_to_scheduler
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
     Join,
+    Leave,
     ModelFailed,
     ModelReady,
     Open,
@@ -148,7 +149,11 @@ class SchedulerProcess:
                     if (child := self._supervisor.by_pid(pid)) is not None:
                         child.ready()
                     if isinstance(message, Open):
-                        self._on_open(message)
+                        self._on_open(message, child)
+                case Leave():
+                    leaver = self._pids.get(peer)
+                    if leaver is not None and self._supervisor.by_pid(leaver) is None:
+                        self._forget(leaver)
                 case ModelReady(model):
                     self._log.info("a model is ready", model=model, worker=peer, max_context=message.max_context)
                 case ModelFailed(model, reason):
@@ -161,7 +166,9 @@ class SchedulerProcess:
         self._log.error("an unreadable frame", peer=peer, error=str(error))
         self._hub.send(peer, Refused(str(error)))
 
-    def _on_open(self, message: Open) -> None:
+    def _on_open(self, message: Open, door: Child | None) -> None:
+        if door is not None:  # should it have to come back, it comes back where its clients know it
+            door.arguments = (*door.arguments, "--port", message.url.rpartition(":")[2])
         self._log.info("requests can be sent", url=message.url)
         if self._ready_file is not None:
             partial = self._ready_file.with_name(f".{self._ready_file.name}.{os.getpid()}")
@@ -169,10 +176,15 @@ class SchedulerProcess:
             partial.replace(self._ready_file)
 
     def _on_exit(self, child: Child, pid: int, reason: str) -> None:
+        peer = self._forget(pid)
+        if peer is not None:
+            self._decide(PeerGone(peer, f"its process {reason}"))
+
+    def _forget(self, pid: int) -> str | None:
         peer = self._peers.pop(pid, None)
         if peer is not None:
             self._pids.pop(peer, None)
-            self._decide(PeerGone(peer, f"its process {reason}"))
+        return peer
 
     def _on_hopeless(self, reason: str) -> None:
         self._log.error("cannot go on", reason=reason)
@@ -200,8 +212,8 @@ class SchedulerProcess:
                     self._hub.send(peer, message)
                 case Dismiss(peer, reason):
                     self._log.error("a peer was dismissed", peer=peer, reason=reason)
-                    if (pid := self._pids.get(peer)) is not None:
-                        self._supervisor.kill(pid)
+                    if (pid := self._pids.get(peer)) is not None and not self._supervisor.kill(pid):
+                        self._forget(pid)  # not ours to end; it is a stranger now
                 case Drained():
                     self._drained.set()
                 case _:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from forebay.runtime.child import EXIT_UNUSABLE
@@ -30,10 +30,26 @@ class Child:
         self.deaths = 0
         self.was_ready = False
         self._ready_at: float | None = None
+        self._lifeline: int | None = None
 
     @property
     def pid(self) -> int | None:
         return None if self.process is None else self.process.pid
+
+    @property
+    def heard_of(self) -> bool:
+        """Whether the current instance is known to work: then it can be asked to end."""
+        return self._ready_at is not None
+
+    def tie(self, descriptor: int) -> None:
+        """The current instance lives no longer than this descriptor is open."""
+        self._lifeline = descriptor
+
+    def cut(self) -> None:
+        """Ends the current instance as if this process had died."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
     def ready(self) -> None:
         """Its owner has heard from the current instance that it works."""
@@ -95,6 +111,7 @@ class Supervisor:
     async def _run(self, child: Child) -> tuple[int, int]:
         """Runs one instance to its end: (process id, exit status, negative for a signal)."""
         read_end, write_end = os.pipe()
+        child.tie(write_end)
         try:
             # A session of its own: Ctrl-C is for the scheduler, which then ends its children in good order.
             process = await asyncio.create_subprocess_exec(
@@ -109,7 +126,7 @@ class Supervisor:
                 start_new_session=True,
             )
         except BaseException:
-            os.close(write_end)
+            child.cut()
             raise
         finally:
             os.close(read_end)
@@ -118,26 +135,29 @@ class Supervisor:
         try:
             return process.pid, await process.wait()
         finally:
-            os.close(write_end)
+            child.cut()
             if process.returncode is None:  # we were cancelled: it goes, and is joined by the loop's child watcher
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
             child.process = None
 
-    def kill(self, pid: int) -> None:
-        """Ends a process that no longer answers; it is started again as after any death."""
+    def kill(self, pid: int) -> bool:
+        """Ends a process that no longer answers; it is started again as after any death. False if it is not ours."""
         child = self.by_pid(pid)
-        if child is not None and child.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.process.send_signal(signal.SIGKILL)
+        if child is None or child.process is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(signal.SIGKILL)
+        return True
 
-    async def stop(self, ask: Callable[[], Awaitable[None] | None], grace_s: float) -> None:
+    async def stop(self, ask: Callable[[], None], grace_s: float) -> None:
         """Asks all processes to end, waits that long, kills what is left, and joins everything."""
         self._stopping = True
-        asked = ask()
-        if asked is not None:
-            await asked
+        ask()
+        for child in self._children.values():
+            if not child.heard_of:
+                child.cut()  # it could not be asked; it has nothing to lose yet
         running = [task for name, task in self._tasks.items() if self._children[name].process is not None]
         if running:
             await asyncio.wait(running, timeout=grace_s)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from forebay.gpu.device import Device, open_device, parse_device
-from forebay.gpu.errors import DeviceError, ModelLoadError
+from forebay.gpu.errors import DeviceError, ModelLoadError, StepError
 from forebay.gpu.runner import ModelRunner
 from forebay.runtime import logs
 from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import Header, LaneSettings, Recorder, make_lane_core
 from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
+from forebay.transport.addresses import RefusedAddress
 from forebay.transport.codec import read_to_worker
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
@@ -62,17 +63,18 @@ def work(gpu: str, scheduler: str, journal: Path | None, parent: int | None) -> 
     log = logs.set_up(f"worker {gpu}")
     try:
         parse_device(gpu)
-        return run(WorkerProcess(gpu, scheduler, journal, log).run())
-    except (DeviceError, ValueError) as error:
+        return run(WorkerProcess(gpu, scheduler, journal, supervised=parent is not None, log=log).run())
+    except (DeviceError, RefusedAddress) as error:
         log.error("this worker cannot work", error=str(error))
         return EXIT_UNUSABLE
 
 
 class WorkerProcess:
-    def __init__(self, gpu: str, scheduler: str, journal: Path | None, log: Any) -> None:
+    def __init__(self, gpu: str, scheduler: str, journal: Path | None, supervised: bool, log: Any) -> None:
         self._gpu = gpu
         self._scheduler = scheduler
         self._journal = journal
+        self._supervised = supervised
         self._log = log
         self._id = f"{gpu}-{os.getpid()}-{secrets.token_hex(2)}"
         self._heartbeat_s = WAITING_HEARTBEAT_S
@@ -81,7 +83,8 @@ class WorkerProcess:
         self._device: Device | None = None
         self._core: Recorder[LaneEvent, LaneCommand] | None = None
         self._runners: dict[str, ModelRunner] = {}
-        self._failed: dict[str, str] = {}
+        self._wanted: set[str] = set()  # models that the present session asked for and has not been answered about
+        self._unopened: dict[int, str] = {}  # sequences that the runner refused
         self._feeds: dict[str, ZmqFeed[ToFrontDoor]] = {}
         self._to_load: asyncio.Queue[ModelSpec] = asyncio.Queue()
         self._exit: asyncio.Future[int]
@@ -90,7 +93,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._failure = Failure()
         self._exit = self._loop.create_future()
-        on_signals(lambda: self._end(0, "it was told to end by a signal"))
+        on_signals(self._on_signal)
         self._link: ZmqLink[ToScheduler, ToWorker] = ZmqLink(
             self._scheduler, self._id, read_to_worker(), self._on_messages, self._on_unreadable
         )
@@ -111,6 +114,11 @@ class WorkerProcess:
                 self._device.close()
             if self._core is not None:
                 self._core.close()
+
+    def _on_signal(self) -> None:
+        # A service manager signals all processes at once; the scheduler drains first, and then says Stop.
+        if not self._supervised:
+            self._end(0, "it was told to end by a signal")
 
     def _end(self, status: int, reason: str) -> None:
         if not self._exit.done():
@@ -144,6 +152,7 @@ class WorkerProcess:
                     self._load(model)
                 case Rejoin(reason):
                     self._log.warning("joining anew; all requests are dropped", reason=reason)
+                    self._wanted.clear()
                     if self._core is not None:
                         self._decide(Reset(reason))
                     self._join()
@@ -188,32 +197,44 @@ class WorkerProcess:
 
     def _load(self, spec: ModelSpec) -> None:
         runner = self._runners.get(spec.name)
-        if runner is None:
-            self._to_load.put_nowait(spec)
-        elif runner.spec == spec:
-            self._link.send(_ready(runner))
-        else:
+        if runner is not None and runner.spec != spec:
             reason = f"this worker holds {runner.spec}, not {spec}; start it again"
             self._link.send(ModelFailed(spec.name, reason))
+            return
+        self._wanted.add(spec.name)
+        if runner is None:
+            self._to_load.put_nowait(spec)
+        else:
+            self._answer(runner)
+
+    def _answer(self, runner: ModelRunner) -> None:
+        """Says that a model is ready, once, and only to the session that asked for it."""
+        name = runner.spec.name
+        if name in self._wanted:
+            self._wanted.remove(name)
+            self._link.send(ModelReady(name, runner.max_context, runner.blocks, runner.block_bytes))
 
     async def _load_models(self) -> None:
         while True:
             spec = await self._to_load.get()
-            if (runner := self._runners.get(spec.name)) is not None:
-                self._link.send(_ready(runner))  # asked for again while it was being loaded
-                continue
-            assert self._device is not None, "models are loaded after the welcome"
-            self._log.info("loading", model=spec.name, path=spec.path, dtype=spec.dtype)
-            try:
-                runner = await asyncio.to_thread(self._device.load, spec)
-            except ModelLoadError as error:
-                self._log.error("a model could not be loaded", model=spec.name, error=str(error))
-                self._link.send(ModelFailed(spec.name, str(error)))
-                continue
-            self._runners[spec.name] = runner
-            opened = ModelOpened(spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens, spec.popularity)
-            self._decide(opened)
-            self._link.send(_ready(runner))
+            if spec.name not in self._runners and spec.name in self._wanted:
+                assert self._device is not None, "models are loaded after the welcome"
+                self._log.info("loading", model=spec.name, path=spec.path, dtype=spec.dtype)
+                try:
+                    runner = await asyncio.to_thread(self._device.load, spec)
+                except ModelLoadError as error:
+                    self._log.error("a model could not be loaded", model=spec.name, error=str(error))
+                    if spec.name in self._wanted:
+                        self._wanted.remove(spec.name)
+                        self._link.send(ModelFailed(spec.name, str(error)))
+                    continue
+                self._runners[spec.name] = runner
+                opened = ModelOpened(
+                    spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens, spec.popularity
+                )
+                self._decide(opened)
+            if (loaded := self._runners.get(spec.name)) is not None:
+                self._answer(loaded)
 
     def _loader_ended(self, loader: "asyncio.Task[None]") -> None:
         if not loader.cancelled() and (error := loader.exception()) is not None:
@@ -228,19 +249,38 @@ class WorkerProcess:
                 case StepPlan():
                     self._launch(command)
                 case Deliver(sink, messages):
-                    feed = self._feed(sink)
-                    for message in messages:
-                        feed.send(message)
+                    self._deliver(sink, messages)
                 case Report(message):
                     self._link.send(message)
                 case OpenSequence():
-                    self._runners[command.model].open(command)
+                    self._open(command)
                 case CloseSequence():
-                    self._runners[command.model].close(command)
+                    if self._unopened.pop(command.sequence, None) is None:
+                        self._runners[command.model].close(command)
                 case _:
                     assert_never(command)
 
+    def _open(self, command: OpenSequence) -> None:
+        try:
+            self._runners[command.model].open(command)
+        except StepError as error:  # what no front door of ours would send
+            self._log.error("a sequence cannot be opened", model=command.model, error=str(error))
+            self._unopened[command.sequence] = str(error)
+
+    def _deliver(self, sink: str, messages: tuple[ToFrontDoor, ...]) -> None:
+        try:
+            feed = self._feed(sink)
+        except RefusedAddress as error:
+            self._log.error("tokens cannot be delivered", sink=sink, error=str(error))
+            return
+        for message in messages:
+            feed.send(message)
+
     def _launch(self, plan: StepPlan) -> None:
+        for work in plan.work:
+            if (reason := self._unopened.get(work.sequence)) is not None:
+                self._loop.call_soon(self._decide, StepFailed(plan.step, reason))
+                return
         self._runners[plan.model].launch(plan).add_done_callback(
             lambda future: self._loop.call_soon_threadsafe(self._landed, plan.step, future)
         )
@@ -262,7 +302,3 @@ class WorkerProcess:
                 self._feeds.pop(next(iter(self._feeds))).close()
             feed = self._feeds[sink] = ZmqFeed(sink)
         return feed
-
-
-def _ready(runner: ModelRunner) -> ModelReady:
-    return ModelReady(runner.spec.name, runner.max_context, runner.blocks, runner.block_bytes)

@@ -27,6 +27,7 @@ from forebay.transport.messages import (
     Abort,
     Cancel,
     Catalog,
+    Concluded,
     Ended,
     Heartbeat,
     Interrupted,
@@ -56,6 +57,9 @@ from forebay.transport.messages import (
 REQUESTS_PER_FRONT_DOOR = 1 << 32
 """Request numbers of the n-th front door begin at n times this: no two requests ever share one."""
 
+MOST_EPOCHS = 8
+"""A request that took so many workers down with it, or saw them go, is not given to another."""
+
 
 class CentralCore:
     """Several calls to `handle`, one after the other; the commands of each are to be carried out in order."""
@@ -68,6 +72,7 @@ class CentralCore:
         self._requests: dict[int, Request] = {}
         self._strangers: set[str] = set()
         self._doors_opened = 0
+        self._last_tick = 0.0
         self._arrivals = 0
         self._draining = False
         self._commands: list[CentralCommand] = []
@@ -111,6 +116,8 @@ class CentralCore:
             assert (request.state == "queued") == (request.number in model.queue), request
             on_worker = request.state in ("running", "cancelling")
             assert on_worker == (worker is not None and request.number in worker.requests), request
+            delivering = request.state == "delivering"
+            assert delivering == (worker is not None and request.number in worker.delivering), request
             assert request.door in self._doors or request.state == "cancelling", request
         for worker in self._workers.values():
             held = [self._requests[number] for number in worker.requests]
@@ -186,6 +193,11 @@ class CentralCore:
 
     def _find_silent(self, now: float) -> None:
         peers: list[Worker | FrontDoor] = [*self._workers.values(), *self._doors.values()]
+        absent, self._last_tick = now - self._last_tick, now
+        if absent > self.settings.silence_s / 2:
+            # It was we who did not listen (stopped, or starved of processor time): what they said meanwhile is unread.
+            for peer in peers:
+                peer.last_heard = now
         for peer in peers:
             silence = now - peer.last_heard
             if silence > self.settings.silence_s:
@@ -199,10 +211,12 @@ class CentralCore:
             for name in worker.replicas:
                 self._models[name].ranking.remove(peer)
                 del self._models[name].replicas[peer]
-            for number in sorted(worker.requests):
+            for number in sorted(worker.requests | worker.delivering):
                 request = self._requests[number]
                 request.move("lose")
-                worker.release(request)
+                if number in worker.requests:
+                    worker.release(request)
+                request.worker = ""
                 if request.state == "interrupted":
                     self._send(request.door, Interrupted(number, request.epoch, f"worker {peer} was lost: {reason}"))
                 else:
@@ -221,7 +235,7 @@ class CentralCore:
                 worker.finish_loading(name, "ready", max_context)
                 self._rank(worker)
                 self._models[name].was_ready = True
-                self._models[name].max_context = min(
+                self._models[name].max_context = max(
                     replica.max_context for replica in self._models[name].replicas.values() if replica.state == "ready"
                 )
                 self._announce()
@@ -232,7 +246,7 @@ class CentralCore:
                 self._announce()
             case Ended(number, epoch, reason, generated, cached):
                 request = self._requests.get(number)
-                if request is None or request.worker != worker.id or request.epoch != epoch:
+                if request is None or number not in worker.requests or request.epoch != epoch:
                     return  # an ending that crossed with ours
                 request.move("end")
                 worker.release(request)
@@ -242,7 +256,12 @@ class CentralCore:
                 model.cached_tokens += cached
                 if reason in ("stop", "length"):
                     model.mean_output = routing.updated_mean(model.mean_output, generated)
-                self._conclude(request, reason)
+                request.outcome = reason
+                if request.state == "delivering":
+                    worker.delivering.add(number)
+                else:
+                    request.worker = ""
+                    self._conclude(request, reason)
                 self._dispatch(model)
             case Leave(reason):
                 self._lose(worker.id, f"it left: {reason}")
@@ -255,19 +274,27 @@ class CentralCore:
 
     def _dispatch(self, model: Model) -> None:
         """Gives waiting requests to replicas, oldest first, while any has room."""
-        while model.queue and (choice := model.ranking.best()) is not None:
-            request = self._requests[next(iter(model.queue))]
-            del model.queue[request.number]
+        if model.ranking.best() is None:
+            return
+        for number in list(model.queue):
+            request = self._requests[number]
+            worker = self._choose(model, request)
+            if worker is None:
+                if model.ranking.best() is None:
+                    return
+                if request.context > model.max_context and model.complete:
+                    self._reject(request, "context_too_long", self._too_long(model, request.submit))
+                continue  # it is too long for those with room; a younger one may not be
+            del model.queue[number]
             request.move("dispatch")
             submit = request.submit
             cost = routing.outstanding_tokens(
                 len(submit.tokens) // 4, submit.prompt_tokens, submit.sampling.max_tokens, model.mean_output
             )
-            worker = self._workers[choice]
             worker.hold(request, cost)
             self._rank(worker)
             self._send(
-                choice,
+                worker.id,
                 Start(
                     submit.request,
                     submit.epoch,
@@ -278,6 +305,21 @@ class CentralCore:
                     self._doors[request.door].sink,
                 ),
             )
+
+    def _choose(self, model: Model, request: Request) -> Worker | None:
+        """The least loaded worker that has room for the request, and memory: replicas may have pools of any size."""
+        best = model.ranking.best()
+        if best is None:
+            return None
+        if request.context <= model.replicas[best].max_context:
+            return self._workers[best]
+        fitting = (
+            (load, worker)
+            for worker, load in model.ranking.loads.items()
+            if request.context <= model.replicas[worker].max_context
+        )
+        _, worker = min(fitting, default=(0, ""))
+        return self._workers.get(worker)
 
     def _rank(self, worker: Worker) -> None:
         """Its load has changed, or what it serves: every model that it serves needs to know."""
@@ -303,7 +345,7 @@ class CentralCore:
                 request = self._requests.get(number)
                 if request is None:
                     self._admit(door, message)
-                elif request.state == "interrupted" and message.epoch == request.epoch + 1:
+                elif request.state == "interrupted" and message.epoch == request.epoch + 1 and request.door == door.id:
                     request.move("resubmit")
                     request.submit = message
                     self._enqueue(request)
@@ -312,9 +354,10 @@ class CentralCore:
                         f"front door {door.id} submitted request {number} as epoch {message.epoch}, "
                         f"but it is {request.state} in epoch {request.epoch}"
                     )
-            case Abort(number):
-                if (request := self._requests.get(number)) is not None:
-                    self._abort(request)
+            case Abort(number) | Concluded(number):
+                request = self._requests.get(number)
+                if request is not None and request.door == door.id:
+                    self._finish(request, "abort" if isinstance(message, Abort) else "conclude")
             case Query(query):
                 self._send(
                     door.id,
@@ -351,12 +394,8 @@ class CentralCore:
             return "draining", "the server is shutting down and takes no new requests"
         if not model.was_ready:
             return "not_ready", f"model {submit.model!r} is not loaded yet; try again in a moment"
-        wanted = submit.prompt_tokens + submit.sampling.max_tokens
-        if wanted > model.max_context:
-            return "context_too_long", (
-                f"the prompt has {submit.prompt_tokens} tokens and max_tokens is {submit.sampling.max_tokens}: "
-                f"{wanted} together, where {submit.model!r} holds {model.max_context}"
-            )
+        if submit.prompt_tokens + submit.sampling.max_tokens > model.max_context:
+            return "context_too_long", self._too_long(model, submit)
         if submit.epoch == 0 and len(model.queue) >= self.settings.queue_bound:
             return "queue_full", (
                 f"{len(model.queue)} requests wait for model {submit.model!r} already "
@@ -364,11 +403,22 @@ class CentralCore:
             )
         return None
 
+    @staticmethod
+    def _too_long(model: Model, submit: Submit) -> str:
+        wanted = submit.prompt_tokens + submit.sampling.max_tokens
+        return (
+            f"the prompt has {submit.prompt_tokens} tokens and max_tokens is {submit.sampling.max_tokens}: "
+            f"{wanted} together, where {submit.model!r} holds {model.max_context}"
+        )
+
     def _enqueue(self, request: Request) -> None:
         model = self._models[request.model]
         model.enqueue(request)
         if reason := hopeless(model):
             self._reject(request, "failed", reason)
+        elif request.epoch > MOST_EPOCHS:
+            lost = f"{request.epoch} workers were lost while they ran this request; it is not tried again"
+            self._reject(request, "failed", lost)
         self._dispatch(model)
 
     def _reject(self, request: Request, kind: RejectKind, reason: str) -> None:
@@ -378,14 +428,21 @@ class CentralCore:
         self._conclude(request, kind)
 
     def _abort(self, request: Request) -> None:
-        if request.state == "cancelling":
+        self._finish(request, "abort")
+
+    def _finish(self, request: Request, event: str) -> None:
+        """The front door wants no more of it (`abort`), or has all of it (`conclude`)."""
+        if request.state == "cancelling" or (event == "conclude" and request.state in ("queued", "interrupted")):
             return
         self._models[request.model].queue.pop(request.number, None)
-        request.move("abort")
-        if request.state == "cancelling":
+        was_delivering = request.state == "delivering"
+        request.move(event)
+        if was_delivering:
+            self._workers[request.worker].delivering.discard(request.number)
+        if request.state == "ended":
+            self._conclude(request, request.outcome or "aborted")
+        elif event == "abort":
             self._send(request.worker, Cancel(request.number, request.epoch))
-        else:
-            self._conclude(request, "aborted")
 
     def _conclude(self, request: Request, how: str) -> None:
         del self._requests[request.number]

@@ -11,7 +11,7 @@ from forebay.transport.messages import ModelSpec, Submit, WorkerState
 @dataclass(slots=True)
 class Request:
     """A live request. `arrival` orders all requests and survives resubmission. `cost`: tokens it was counted with on
-    its worker."""
+    its worker; `outcome`: how the worker says that it ended."""
 
     submit: Submit
     door: str
@@ -19,6 +19,7 @@ class Request:
     state: str = "queued"
     worker: str = ""
     cost: int = 0
+    outcome: str = ""
 
     @property
     def number(self) -> int:
@@ -32,6 +33,11 @@ class Request:
     def model(self) -> str:
         return self.submit.model
 
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self.submit.prompt_tokens + self.submit.sampling.max_tokens
+
     def move(self, event: str) -> None:
         self.state = move(REQUEST, f"request {self.number}", self.state, event)
 
@@ -39,7 +45,7 @@ class Request:
 @dataclass(slots=True)
 class Model:
     """`queue` holds the numbers of waiting requests, oldest first, with their arrivals. `mean_output` in tokens;
-    `max_context` the least of its ready replicas, or what it was when there last was one (0: never). `replicas` are by
+    `max_context` the most of its ready replicas, or what it was when there last was one (0: never). `replicas` are by
     worker, `ranking` are the workers with room for one more, `window` is how many requests each may hold."""
 
     spec: ModelSpec
@@ -56,6 +62,11 @@ class Model:
 
     def __post_init__(self) -> None:
         self.window = window(self.spec)
+
+    @property
+    def complete(self) -> bool:
+        """Every replica that the configuration places is there and ready."""
+        return sum(replica.state == "ready" for replica in self.replicas.values()) == len(self.gpus)
 
     def enqueue(self, request: Request) -> None:
         late = bool(self.queue) and request.arrival < next(reversed(self.queue.values()))
@@ -75,7 +86,8 @@ class Replica:
 
 @dataclass(slots=True)
 class Worker:
-    """`outstanding`: tokens of all requests that it holds."""
+    """`requests` are those that it holds, `outstanding` all their tokens; `delivering` those that it has ended, but
+    whose last tokens the front door does not have yet."""
 
     id: str
     gpu: str
@@ -85,6 +97,7 @@ class Worker:
     state: str = "loading"
     replicas: dict[str, Replica] = field(default_factory=dict)
     requests: set[int] = field(default_factory=set)
+    delivering: set[int] = field(default_factory=set)
     outstanding: int = 0
     _held: dict[str, int] = field(default_factory=dict)
 
@@ -131,7 +144,7 @@ class Worker:
         self.requests.remove(request.number)
         self.outstanding -= request.cost
         self._held[request.model] -= 1
-        request.worker, request.cost = "", 0
+        request.cost = 0
 
 
 @dataclass(slots=True)

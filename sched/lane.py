@@ -15,6 +15,7 @@ from forebay.sched.memory import LaneMemory
 from forebay.sched.policy import Phase, Policy
 from forebay.sched.sequence import Lane, Sequence
 from forebay.transport.messages import (
+    BLOCK_TOKENS,
     Cancel,
     CloseSequence,
     Ended,
@@ -111,30 +112,33 @@ class LaneCore:
         if old is not None:  # the same request under a newer epoch: whatever runs under the old one is nobody's
             old.reported = True
             self._end(old, "aborted")
-        lane = self._lanes.get(start.model)
-        if lane is None:
-            self._post(start.sink, Finished(start.request, start.epoch, "failed", self._no_model(start.model)))
+        refusal = self._refusal(start)
+        if refusal:
+            self._post(start.sink, Finished(start.request, start.epoch, "failed", refusal))
             self._commands.append(Report(Ended(start.request, start.epoch, "failed", 0)))
             return
         self._sequences += 1
         sequence = Sequence(self._sequences, self._sequences, start)
         self._by_request[start.request] = sequence
-        lane.wait(sequence)
+        self._lanes[start.model].wait(sequence)
         self._commands.append(
             OpenSequence(sequence.number, start.model, start.tokens, start.prompt_tokens, start.sampling)
         )
-        blocks = sequence.blocks_for(sequence.last_known)
-        if sequence.exhausted or blocks > self.memory.pool.capacity(start.model):
-            detail = (
-                f"the request has no token left to make (max_tokens {start.sampling.max_tokens})"
-                if sequence.exhausted
-                else f"the request needs {blocks} KV blocks of {start.model!r}, the whole pool holds "
-                f"{self.memory.pool.capacity(start.model)}"
-            )
-            self._end(sequence, "failed", detail)
 
-    def _no_model(self, model: str) -> str:
-        return f"model {model!r} is not loaded on this worker (loaded: {', '.join(self._lanes) or 'none'})"
+    def _refusal(self, start: Start) -> str:
+        """Why a request cannot run here, or nothing."""
+        if start.model not in self._lanes:
+            return f"model {start.model!r} is not loaded on this worker (loaded: {', '.join(self._lanes) or 'none'})"
+        known = len(start.tokens) // 4
+        if not 0 < start.prompt_tokens <= known or len(start.tokens) % 4:
+            return f"the request has {len(start.tokens)} bytes of tokens and says {start.prompt_tokens} are its prompt"
+        last = start.prompt_tokens + start.sampling.max_tokens
+        if known >= last:
+            return f"the request has no token left to make (max_tokens {start.sampling.max_tokens})"
+        blocks, capacity = -(-last // BLOCK_TOKENS), self.memory.pool.capacity(start.model)
+        if blocks > capacity:
+            return f"the request needs {blocks} KV blocks of {start.model!r}, the whole pool holds {capacity}"
+        return ""
 
     def _end(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         """The one place where a sequence ends."""
@@ -223,6 +227,8 @@ class LaneCore:
         work: list[Work] = []
         sequences: list[Sequence] = []
         budget = lane.step_tokens
+        for sequence in lane.running:
+            sequence.held = False  # whoever needed its blocks may be gone; if not, it says so again
         for decode in (True, False) if phase == "mixed" else (True,):
             for sequence in list(lane.running):
                 if budget == 0 or sequence.state != "running" or (sequence.pending == 1) != decode:

@@ -18,8 +18,8 @@ class Sequence:
     `delivered` counts output tokens that were handed out. `in_flight` counts steps that were launched and have not
     landed. The first `placed` of its blocks are in the runner's table, the first `published` can be found by others.
     `cached` tokens of what it came with were found in blocks that others had computed. `held`: it makes room for an
-    older one and is not launched again before it was preempted. `started` and `reported`: the scheduler was told of its
-    start, everybody of its end."""
+    older one, and is not launched in the step that is being planned. `started` and `reported`: the scheduler was told
+    of its start, everybody of its end."""
 
     number: int
     arrival: int

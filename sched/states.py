@@ -23,8 +23,10 @@ def move(table: Table, thing: str, state: str, event: str) -> str:
 REQUEST: Final[Table] = {
     # A request as the scheduler sees it. Whatever is in `ended` has ended exactly once.
     "queued": {"dispatch": "running", "abort": "ended", "reject": "ended"},
-    "running": {"end": "ended", "abort": "cancelling", "lose": "interrupted"},
-    # The worker was told to end it and has not answered: it still counts against the worker's window.
+    "running": {"end": "delivering", "conclude": "cancelling", "abort": "cancelling", "lose": "interrupted"},
+    # The worker has ended it; its last tokens are on their way to the front door.
+    "delivering": {"conclude": "ended", "abort": "ended", "lose": "interrupted"},
+    # The front door is done with it; the worker is not, and it still counts against the worker's window.
     "cancelling": {"end": "ended", "lose": "ended"},
     # The front door was asked to submit it again.
     "interrupted": {"resubmit": "queued", "abort": "ended"},

@@ -236,12 +236,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def time_passes(self) -> None:
-        self.now += 11.0
-        for peer in ["door", *(w.id for w in self.workers.values() if not w.frozen)]:
-            self.post(peer, "central", Heartbeat())
-            while self.links[peer, "central"]:
-                self.carry((peer, "central"))
-        self.decide(Tick())
+        for _ in range(4):
+            self.now += 4.0
+            for peer in ["door", *(w.id for w in self.workers.values() if not w.frozen)]:
+                self.post(peer, "central", Heartbeat())
+                while self.links[peer, "central"]:
+                    self.carry((peer, "central"))
+            self.decide(Tick())
 
     @rule()
     def thaw(self) -> None:
@@ -293,4 +294,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAnyOrder.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

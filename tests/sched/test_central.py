@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from forebay.sched.central import REQUESTS_PER_FRONT_DOOR, CentralCore
+from forebay.sched.central import MOST_EPOCHS, REQUESTS_PER_FRONT_DOOR, CentralCore
 from forebay.sched.central_events import (
     CentralCommand,
     CentralSettings,
@@ -22,6 +22,7 @@ from forebay.transport.messages import (
     Abort,
     Cancel,
     Catalog,
+    Concluded,
     DeviceSettings,
     Ended,
     Heartbeat,
@@ -264,14 +265,102 @@ def test_an_ending_under_an_old_epoch_or_from_another_worker_is_ignored() -> Non
     assert centre.core.live == 1
 
 
+def test_a_request_whose_worker_dies_before_its_last_tokens_arrived_is_interrupted() -> None:
+    centre = serving()
+    centre.submit(1, "rare")
+    assert kinds(centre.send("w0", Ended(1, 0, "length", 10))) == []
+    (interrupted,) = [m for m in sent(centre.do(PeerGone("w0", "killed")), "door") if isinstance(m, Interrupted)]
+    assert interrupted.request == 1
+
+
+@pytest.mark.parametrize("order", [("door", "w0"), ("w0", "door")])
+def test_a_request_is_over_once_both_its_worker_and_its_front_door_said_so(order: tuple[str, str]) -> None:
+    centre = serving()
+    centre.submit(1, "rare")
+    words: dict[str, ToScheduler] = {"door": Concluded(1), "w0": Ended(1, 0, "stop", 3)}
+    for peer in order:
+        assert centre.core.live == 1
+        assert centre.send(peer, words[peer]) == []
+    assert centre.core.live == 0
+    assert centre.core.endings == {"stop": 1}
+    assert centre.do(PeerGone("w0", "killed")) != []
+    assert centre.core.endings == {"stop": 1}
+
+
+def test_another_front_door_can_not_end_a_request() -> None:
+    centre = serving()
+    centre.open("thief")
+    centre.submit(1, "rare")
+    assert centre.send("thief", Abort(1)) == []
+    assert centre.send("thief", Concluded(1)) == []
+    assert centre.core.live == 1
+
+
+def test_the_schedulers_own_absence_is_not_held_against_its_peers() -> None:
+    centre = serving()
+    centre.do(Tick())
+    centre.now += 60.0
+    assert centre.do(Tick()) == []
+    centre.now += 4.0
+    assert centre.do(Tick()) == []
+
+
+def test_a_request_goes_where_it_fits() -> None:
+    centre = Centre()
+    centre.open()
+    centre.join("w0", "cpu:0", 1)
+    centre.join("w1", "cpu:1", 2)
+    centre.send("w0", ModelReady("popular", 50, 1, 1))
+    centre.send("w1", ModelReady("popular", 500, 1, 1))
+    for request in range(WINDOW):
+        assert kinds(centre.submit(request, prompt=100, max_tokens=300), "w1") == ["Start"]
+    assert kinds(centre.submit(50, prompt=100, max_tokens=300)) == [], "the one that could hold it is full"
+    assert kinds(centre.submit(51, prompt=10), "w0") == ["Start"], "a younger one does not wait for it"
+    centre.do(PeerGone("w1", "killed"))
+    resubmitted = centre.submit(0, prompt=100, max_tokens=300, epoch=1)
+    assert kinds(resubmitted) == [], "it waits for a replica that can hold it"
+
+
+def test_a_request_that_no_replica_can_hold_any_more_is_rejected() -> None:
+    centre = serving()
+    centre.submit(1, prompt=60, max_tokens=30)
+    (lost,) = [w for w in ("w0", "w1") if centre.core._workers[w].requests]
+    other = {"w0": "w1", "w1": "w0"}[lost]
+    centre.do(PeerGone(other, "killed"))
+    centre.do(PeerGone(lost, "killed"))
+    centre.submit(1, prompt=60, max_tokens=30, epoch=1)
+    centre.join("w2", "cpu:0", 3)
+    centre.join("w3", "cpu:1", 4)
+    assert "Rejected" not in kinds(centre.send("w2", ModelReady("popular", 50, 1, 1)))
+    (rejected,) = [
+        m for m in sent(centre.send("w3", ModelReady("popular", 50, 1, 1)), "door") if isinstance(m, Rejected)
+    ]
+    assert rejected.kind == "context_too_long"
+
+
+def test_a_request_that_takes_every_worker_down_is_given_up() -> None:
+    centre = serving()
+    centre.submit(1, "rare")
+    for epoch in range(1, MOST_EPOCHS + 2):
+        worker = next(iter(w for w in centre.core._workers if w != "w1"))
+        assert "Interrupted" in kinds(centre.do(PeerGone(worker, "killed")), "door")
+        centre.join(f"again{epoch}", "cpu:0", 100 + epoch)
+        centre.ready(f"again{epoch}")
+        last = sent(centre.submit(1, "rare", epoch=epoch))
+    (rejected,) = last
+    assert isinstance(rejected, Rejected)
+    assert "9 workers were lost while they ran this request" in rejected.reason
+
+
 def test_a_silent_peer_is_lost_and_dismissed() -> None:
     centre = serving()
     centre.submit(1, "rare")
-    centre.now += 9.0
-    for peer in ("w1", "door"):
-        centre.send(peer, Heartbeat())
-    centre.now += 2.0
-    commands = centre.do(Tick())
+    centre.do(Tick())
+    for _ in range(4):
+        centre.now += 2.7
+        for peer in ("w1", "door"):
+            centre.send(peer, Heartbeat())
+        commands = centre.do(Tick())
     assert "Interrupted" in kinds(commands, "door")
     assert [c.peer for c in commands if isinstance(c, Dismiss)] == ["w0"]
 
@@ -312,7 +401,8 @@ def test_draining_takes_no_new_requests_and_says_when_the_last_one_ended() -> No
     (rejected,) = sent(centre.submit(2))
     assert isinstance(rejected, Rejected)
     assert rejected.kind == "draining"
-    assert Drained() in centre.send("w0", Ended(1, 0, "stop", 3))
+    assert Drained() not in centre.send("w0", Ended(1, 0, "stop", 3)), "its last tokens are still on their way"
+    assert Drained() in centre.send("door", Concluded(1))
 
 
 def test_draining_with_nothing_to_do_is_done_at_once() -> None:

@@ -112,6 +112,27 @@ def test_an_older_sequence_takes_the_blocks_of_the_youngest_which_comes_back() -
     assert {ended.reason for ended in world.reported.values()} == {"length"}
 
 
+@pytest.mark.parametrize("how", ["stops", "leaves"])
+def test_a_sequence_that_made_room_goes_on_when_the_older_one_is_gone(how: str) -> None:
+    world = make_world(slabs=1, slab_bytes=600)  # six blocks
+    world.send(opened(block_bytes=100, step_tokens=64))
+    world.send(start(1, prompt=30, max_tokens=60))
+    world.send(start(2, prompt=30, max_tokens=60))
+    for _ in range(200):
+        planned = {work.sequence for plan in world.flying for work in plan.work}
+        if planned == {2} or any(s.held for s in world.core._lanes["a"].running):
+            break
+        world.land()
+    if how == "stops":
+        while (1, 0) not in world.finished:
+            world.land(stops=frozenset([1]))
+    else:
+        world.send(Cancel(1, 0))
+    world.run_dry()
+    assert len(world.delivered[2, 0]) == 60
+    assert world.core.idle
+
+
 def test_two_models_that_hold_each_others_memory_do_not_stand_still() -> None:
     world = make_world(slabs=2, slab_bytes=300)
     world.send(opened("a", 100, step_tokens=64))
@@ -289,9 +310,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.send(start(request, "a", 7, 9, self.epochs[request], delivered))
 
     @precondition(lambda self: self.world.flying)
-    @rule(stops=st.frozensets(st.integers(1, 40)), invalid=st.frozensets(st.integers(1, 40), max_size=1))
-    def land(self, stops: frozenset[int], invalid: frozenset[int]) -> None:
-        self.world.land(stops, invalid)
+    @rule(data=st.data(), ends=st.booleans())
+    def land(self, data: st.DataObject, ends: bool) -> None:
+        here = sorted(work.sequence for work in self.world.flying[0].work)
+        some = data.draw(st.frozensets(st.sampled_from(here))) if ends else frozenset()
+        self.world.land(stops=some, invalid=some if len(some) == 1 and len(here) > 3 else frozenset())
 
     @precondition(lambda self: self.world.flying)
     @rule(steps=st.integers(5, 40))

@@ -28,6 +28,7 @@ from forebay.transport.messages.to_front_door import (
 )
 from forebay.transport.messages.to_scheduler import (
     Abort,
+    Concluded,
     Ended,
     Join,
     Leave,
@@ -48,6 +49,7 @@ __all__ = [
     "Cancel",
     "Catalog",
     "CloseSequence",
+    "Concluded",
     "DeviceSettings",
     "Ended",
     "FinishReason",

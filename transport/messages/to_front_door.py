@@ -15,7 +15,7 @@ RejectKind = Literal["unknown_model", "context_too_long", "not_ready", "queue_fu
 
 
 class ModelStatus(Part, frozen=True):
-    """`max_context` in tokens, the least of its ready replicas (0 before the first is ready). `was_ready` stays true
+    """`max_context` in tokens, the most of its ready replicas (0 before the first is ready). `was_ready` stays true
     once the model was ready: from then on requests queue while its workers are away. `prompt_tokens` counts what ended
     requests came with, `cached_tokens` how much of it was found in the prefix cache."""
 

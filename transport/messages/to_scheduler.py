@@ -84,10 +84,19 @@ class Abort(Message, frozen=True):
     request: int
 
 
+class Concluded(Message, frozen=True):
+    """The front door has a request's last word. Until it says so, the loss of the worker counts as the loss of the
+    request: what the worker sent last may have died with it."""
+
+    request: int
+
+
 class Query(Message, frozen=True):
     """Asks for a `Status`; `query` comes back in it."""
 
     query: int
 
 
-ToScheduler = Join | ModelReady | ModelFailed | Started | Ended | Leave | Open | Submit | Abort | Query | Heartbeat
+ToScheduler = (
+    Join | ModelReady | ModelFailed | Started | Ended | Leave | Open | Submit | Abort | Concluded | Query | Heartbeat
+)
