@@ -1,29 +1,19 @@
 """Azure's LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) as workloads. The file is streamed."""
 
 import csv
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
-from forebay.bench.generate import describe
 from forebay.bench.lengths import Vocabulary
-from forebay.bench.workload_file import Workload, WorkloadRequest
+from forebay.bench.trace import Invocation, Slice, convert
+from forebay.bench.workload_file import Workload
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 TICKS_PER_SECOND = 10_000_000
-
-
-class Invocation(NamedTuple):
-    """One row: `seconds` after the first row, lengths in tokens."""
-
-    seconds: float
-    prompt_tokens: int
-    output_tokens: int
 
 
 def parse_model_weights(text: str) -> list[tuple[str, float]]:
@@ -92,51 +82,13 @@ def _tokens(text: str, column: str, where: str) -> int:
 
 
 def convert_azure(
-    path: Path,
-    weights: Sequence[tuple[str, float]],
-    vocabulary: Vocabulary,
-    *,
-    seed: int,
-    start: float = 0.0,
-    duration: float | None = None,
-    scale_rate: float = 1.0,
-    scale_tokens: float = 1.0,
-    max_prompt: int | None = None,
-    max_output: int | None = None,
+    path: Path, weights: Sequence[tuple[str, float]], vocabulary: Vocabulary, part: Slice, *, seed: int
 ) -> Workload:
-    """The rows from `start` on, for `duration` seconds of the trace, as requests that arrive `scale_rate` times as
-    fast, with lengths times `scale_tokens` (rounded, at least 1, at most the maxima). Each goes to a model drawn by
-    weight; its prompt is random token ids. Raises BenchError."""
-    end = math.inf if duration is None else start + duration
-    choice_draws, content_draws = Draws(seed, "choice"), Draws(seed, "content")
-    running_sums = list(itertools.accumulate(weight for _, weight in weights))
-    arrivals: list[float] = []
-    requests: list[WorkloadRequest] = []
-    last = 0.0
-    for row in read_azure(path):
-        last = row.seconds
-        if row.seconds >= end:
-            break
-        if row.seconds < start:
-            continue
-        prompt_tokens = _scaled(row.prompt_tokens, scale_tokens, max_prompt)
-        output_tokens = _scaled(row.output_tokens, scale_tokens, max_output)
-        name = weights[choice_draws.choose(running_sums)][0]
-        arrivals.append((row.seconds - start) / scale_rate)
-        prompt = vocabulary.draw(content_draws, prompt_tokens)
-        requests.append(WorkloadRequest(name, len(requests), (prompt, prompt_tokens, output_tokens)))
-    if not requests:
-        raise BenchError(
-            f"trace {path}: no row from {start:g} s up to {end:g} s; the rows read reach {last:g} s: "
-            f"change the start or the duration"
-        )
-    length = (min(end, last) - start) / scale_rate
-    counts = [(name, sum(request.model_name == name for request in requests)) for name, _ in weights]
-    rates = [(name, count / length if length > 0 else 0.0) for name, count in counts]
-    info = describe(rates, requests, duration=length, distribution="azure", from_dataset=False)
-    return Workload(info, arrivals, requests)
+    """`part` of the trace as requests. Each goes to a model drawn by weight; its prompt is random token ids. Raises
+    BenchError."""
+    draws = Draws(seed, "content")
 
+    def prompt_of(row: Invocation, tokens: int) -> list[int]:
+        return vocabulary.draw(draws, tokens)
 
-def _scaled(tokens: int, scale: float, maximum: int | None) -> int:
-    scaled = max(1, round(tokens * scale))
-    return scaled if maximum is None else min(scaled, maximum)
+    return convert(read_azure(path), part, weights, prompt_of, seed=seed, origin=path, distribution="azure")

@@ -1,5 +1,6 @@
 """What a request takes when it is alone on the server: the yardstick of SLO attainment."""
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,7 +139,8 @@ def _probes(workload: Workload, model: str) -> list[tuple[list[int], int]]:
             return OUTPUT_TOKENS
         return min(request.output_tokens, OUTPUT_TOKENS)
 
-    draws = Draws(0, f"baseline of {model}")
+    # By chance, not by a fixed seed: a server's prefix cache may hold the prompts of an earlier baseline.
+    draws = Draws(secrets.randbits(32), f"baseline of {model}")
     # One length alone is measured twice, so that a single hiccup does not make the yardstick.
     measured = list(chosen.values()) if len(chosen) > 1 else list(chosen.values()) * 2
     return [

@@ -1,6 +1,7 @@
 """One streaming completion over HTTP, timed: the load generator's hot path. Speaks to any OpenAI-compatible server."""
 
 import asyncio
+import errno
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,8 +15,9 @@ import msgspec
 from forebay.bench.errors import BenchError
 
 FailureKind: TypeAlias = str
-"""`connect` (no connection), `http_<status>`, `server_error` (told in the stream), `truncated` (the stream ended
-early), `bad_stream` (not what OpenAI's API says), `wrong_length`, `timeout`, `interrupted`, `not_sent`."""
+"""`connect` (no connection), `descriptors` (none was left for one), `http_<status>`, `server_error` (told in the
+stream), `truncated` (the stream ended early), `bad_stream` (not what OpenAI's API says), `wrong_length`, `timeout`,
+`interrupted`, `not_sent`."""
 
 
 @dataclass(slots=True)
@@ -23,7 +25,9 @@ class Outcome:
     """What became of one request. Times are seconds of time.perf_counter; `sent` is None if it never was.
 
     `chunk_times` holds the arrival of each chunk of the completion, which may carry several tokens. `tokens` is the
-    server's own count (usage). `failure` is None for a request that finished with exactly the tokens asked for."""
+    server's own count (usage), and `cached_tokens` how many of the prompt it took from its prefix cache, where it says
+    so. `ended` is when the request was over, however it went. `failure` is None for a request that finished with
+    exactly the tokens asked for."""
 
     model: str
     prompt_tokens: int
@@ -31,7 +35,9 @@ class Outcome:
     scheduled: float
     sent: float | None = None
     chunk_times: list[float] = field(default_factory=list)
+    ended: float | None = None
     tokens: int | None = None
+    cached_tokens: int | None = None
     finish_reason: str | None = None
     failure: FailureKind | None = None
     message: str = ""
@@ -54,8 +60,13 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -116,8 +127,8 @@ class CompletionClient:
             async with asyncio.timeout(10):
                 async with self._session.get(f"{self.base_url}/v1/models"):
                     return True
-        except aiohttp.ClientConnectorError:
-            return False
+        except aiohttp.ClientConnectorError as error:
+            return _out_of_descriptors(error)
         except (aiohttp.ClientError, TimeoutError):
             return True
 
@@ -142,6 +153,8 @@ class CompletionClient:
                 await self._exchange(outcome, body)
         except TimeoutError:
             outcome.fail("timeout", f"not finished after {self._timeout_s:g} s")
+        finally:
+            outcome.ended = time.perf_counter()
         if outcome.failure is None and not outcome.chunk_times:
             outcome.fail("bad_stream", "the stream carried no completion")
         if outcome.failure is None and outcome.tokens != outcome.output_tokens:
@@ -159,7 +172,8 @@ class CompletionClient:
                 stage = "truncated"
                 await self._read_stream(outcome, response.content)
         except aiohttp.ClientError as error:
-            outcome.fail(stage, str(error) or type(error).__name__)
+            kind = "descriptors" if _out_of_descriptors(error) else stage
+            outcome.fail(kind, str(error) or type(error).__name__)
 
     async def _read_stream(self, outcome: Outcome, content: aiohttp.StreamReader) -> None:
         """Server-sent events, one `data:` line each; the stream is whole once `[DONE]` has come, and what happens to
@@ -199,7 +213,14 @@ class CompletionClient:
             outcome.finish_reason = chunk.choices[0].finish_reason
         if chunk.usage is not None:
             outcome.tokens = chunk.usage.completion_tokens
+            if chunk.usage.prompt_tokens_details is not None:
+                outcome.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
         return True
+
+
+def _out_of_descriptors(error: aiohttp.ClientError) -> bool:
+    """Whether this process, or the machine, has no descriptor for another connection: no fault of the server's."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _describe(error: Any) -> str:

@@ -31,6 +31,18 @@ class Draws:
         """A standard normal number."""
         return _NORMAL.inv_cdf(self.uniform() or 2.0**-53)
 
+    def gamma(self, shape: float) -> float:
+        """A gamma-distributed number of this shape and of scale 1 (so of mean `shape`): Marsaglia and
+        Tsang's method, "A simple method for generating gamma variables", 2000."""
+        if shape < 1:
+            return self.gamma(shape + 1) * math.pow(self.uniform(), 1 / shape)
+        size = shape - 1 / 3
+        while True:
+            normal = self.normal()
+            cube = (1 + normal / math.sqrt(9 * size)) ** 3
+            if cube > 0 and math.log1p(-self.uniform()) < normal**2 / 2 + size * (1 - cube + math.log(cube)):
+                return size * cube
+
     def below(self, count: int) -> int:
         """An integer in [0, count)."""
         return int(self.uniform() * count)

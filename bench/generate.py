@@ -1,8 +1,10 @@
-"""Synthetic workloads: Poisson arrivals for several models, contents from a length source."""
+"""Synthetic workloads: arrivals for several models by rate and law, contents from a source."""
 
-import itertools
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from forebay.bench.arrivals import POISSON, Gaps, Rate, arrival_times
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.lengths import LengthSource
@@ -10,49 +12,109 @@ from forebay.bench.models_file import ModelLoad
 from forebay.bench.workload_file import Workload, WorkloadInfo, WorkloadRequest
 
 
+class TurnPlan(NamedTuple):
+    """One request of a conversation: `delay_s` after the conversation's first one; lengths in tokens."""
+
+    delay_s: float
+    prompt: list[int]
+    output_tokens: int
+
+
+@runtime_checkable
+class ConversationSource(Protocol):
+    """Where whole conversations come from. `mean_turns` is how many turns one has on average."""
+
+    @property
+    def mean_turns(self) -> float: ...
+
+    def draw_turns(self, draws: Draws) -> list[TurnPlan]:
+        """At least one turn, in the order of their delays, the first one's 0."""
+        ...
+
+
+class Arrival(NamedTuple):
+    """A request of a model, `seconds` after the start. Its order is that of time, then of models."""
+
+    seconds: float
+    place: int
+    number: int
+    prompt: list[int]
+    output_tokens: int
+
+
 def generate(
     models: Sequence[ModelLoad],
-    source_of: Callable[[ModelLoad], LengthSource],
+    source_of: Callable[[ModelLoad], LengthSource | ConversationSource],
     *,
     seed: int,
     duration: float | None = None,
     num_requests: int | None = None,
     from_dataset: bool = False,
+    gaps: Gaps = POISSON,
+    rates: Sequence[Rate] | None = None,
 ) -> Workload:
     """Requests of all models for `duration` seconds, or `num_requests` of them; exactly one of the two is given.
 
-    The models' Poisson processes are drawn as one of the summed rate, each arrival given to a model by its share of
-    the rate, which is the same. Raises BenchError if no request falls into `duration`."""
+    Each model's arrivals are drawn by themselves, so another model more or less leaves them as they were. `rates`
+    (one for each model) replaces the constant rates of `models`. Where the source draws conversations, their first
+    turns arrive by rate / mean turns and by law, so that all turns together come at the rate once conversations of
+    every age are under way; later turns follow as the source says, and what would come after `duration` is cut off.
+    Raises BenchError if no request falls into `duration`."""
     if (duration is None) == (num_requests is None):
         raise ValueError("give either duration or num_requests")
-    arrival_draws = Draws(seed, "arrivals")
-    choice_draws = Draws(seed, "choice")
-    content_draws = {model.name: Draws(seed, f"content of {model.name}") for model in models}
-    sources = {model.name: source_of(model) for model in models}
-    running_sums = list(itertools.accumulate(model.rate for model in models))
+    courses = rates if rates is not None else [Rate((model.rate,)) for model in models]
+    streams = [
+        _requests_of(place, course, gaps, source_of(model), seed, model.name)
+        for place, (model, course) in enumerate(zip(models, courses, strict=True))
+    ]
     arrivals: list[float] = []
     requests: list[WorkloadRequest] = []
     now = 0.0
-    while num_requests is None or len(requests) < num_requests:
-        now += arrival_draws.exponential(running_sums[-1])
-        if duration is not None and now >= duration:
+    for arrival in heapq.merge(*streams):
+        if duration is not None and arrival.seconds >= duration:
             break
-        name = models[choice_draws.choose(running_sums)].name
-        prompt, output_tokens = sources[name].draw(content_draws[name])
+        now = arrival.seconds
+        prompt = arrival.prompt
         arrivals.append(now)
-        requests.append(WorkloadRequest(name, len(requests), (prompt, len(prompt), output_tokens)))
-    if not requests:
-        raise BenchError(
-            f"no request arrives within {duration} s at {running_sums[-1]:g} req/s in all; raise the duration"
+        requests.append(
+            WorkloadRequest(models[arrival.place].name, len(requests), (prompt, len(prompt), arrival.output_tokens))
         )
+        if len(requests) == num_requests:
+            break
+    if not requests:
+        total = sum(course.mean for course in courses)
+        raise BenchError(f"no request arrives within {duration} s at {total:g} req/s in all; raise the duration")
     info = describe(
-        [(model.name, model.rate) for model in models],
+        [(model.name, course.mean) for model, course in zip(models, courses, strict=True)],
         requests,
         duration=now if duration is None else duration,
-        distribution="poisson",
+        distribution=gaps.kind,
         from_dataset=from_dataset,
     )
     return Workload(info, arrivals, requests)
+
+
+def _requests_of(
+    place: int, rate: Rate, gaps: Gaps, source: LengthSource | ConversationSource, seed: int, name: str
+) -> Iterator[Arrival]:
+    """One model's requests, in the order of time, endless where its rate is not 0."""
+    content_draws = Draws(seed, f"content of {name}")
+    if isinstance(source, ConversationSource):
+        rate = rate.divided_by(source.mean_turns)
+    later: list[Arrival] = []
+    number = 0
+    for start in arrival_times(rate, gaps, Draws(seed, f"arrivals of {name}")):
+        while later and later[0].seconds <= start:
+            yield heapq.heappop(later)
+        for delay_s, prompt, output_tokens in _turns(source, content_draws):
+            heapq.heappush(later, Arrival(start + delay_s, place, number, prompt, output_tokens))
+            number += 1
+
+
+def _turns(source: LengthSource | ConversationSource, draws: Draws) -> list[TurnPlan]:
+    if isinstance(source, ConversationSource):
+        return source.draw_turns(draws)
+    return [TurnPlan(0.0, *source.draw(draws))]
 
 
 def describe(

@@ -11,7 +11,7 @@ from forebay.bench.baseline import Baseline, measure_baseline
 from forebay.bench.client import CompletionClient
 from forebay.bench.errors import BenchError, Interrupted
 from forebay.bench.progress import ProgressDisplay
-from forebay.bench.replayer import Counts, Replayer, reserve_descriptors
+from forebay.bench.replayer import Counts, Replayer, Run, reserve_descriptors
 from forebay.bench.report import Report
 from forebay.bench.workload_file import Workload
 
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 
 NOT_BEGUN = "interrupted before the replay began: there is nothing to report"
 
-DEFAULT_SCALES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+DEFAULT_SCALES = tuple(float(scale) for scale in range(1, 21))
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,30 @@ class Plan:
     baseline: Baseline | None = None
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """`run` is what `report` sums up."""
+
+    report: Report
+    run: Run
+
+
 async def measure(
     plan: Plan,
     progress: ProgressDisplay,
     stop: asyncio.Event,
     adapt: Callable[[Workload, Baseline], Workload] | None = None,
 ) -> Report:
+    """The report of `measure_run`."""
+    return (await measure_run(plan, progress, stop, adapt)).report
+
+
+async def measure_run(
+    plan: Plan,
+    progress: ProgressDisplay,
+    stop: asyncio.Event,
+    adapt: Callable[[Workload, Baseline], Workload] | None = None,
+) -> Measurement:
     """Runs `plan`. Setting `stop` ends a replay early with a partial report, and raises Interrupted before that.
     `adapt` may cut the workload to what the baseline says the server can do.
 
@@ -73,7 +91,7 @@ async def measure(
         run = await Replayer(client, workload, plan.time_scale, stop, show).run()
     names = workload.models
     groups = {name: [outcome for outcome in run.outcomes if outcome.model == name] for name in names}
-    return Report(
+    report = Report(
         total=reports.summarize(run.outcomes, baseline, plan.scales, run.duration_s),
         models={
             name: reports.summarize(group, baseline, plan.scales, run.duration_s) for name, group in groups.items()
@@ -89,6 +107,7 @@ async def measure(
         errors=reports.examples(run.outcomes),
         machine=reports.describe_machine(),
     )
+    return Measurement(report, run)
 
 
 async def _measure_baseline(client: CompletionClient, workload: Workload, progress: ProgressDisplay) -> Baseline:

@@ -1,12 +1,12 @@
 """models.yaml: which models a workload is for, how often each is asked, on what cluster."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import yaml
 
 from forebay.bench.errors import BenchError
+from forebay.bench.yaml_file import read_yaml, typed
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -34,16 +34,7 @@ class ModelsFile(msgspec.Struct, frozen=True):
 
 def read_models_file(path: Path) -> ModelsFile:
     """Reads and checks a file. Raises BenchError that names file, key and what is allowed."""
-    try:
-        raw: Any = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise BenchError(f"models file {path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise BenchError(f"models file {path}: not YAML: {error}") from error
-    try:
-        models_file = msgspec.convert(raw, ModelsFile)
-    except msgspec.ValidationError as error:
-        raise BenchError(f"models file {path}: {error}") from error
+    models_file = typed(read_yaml(path, "models file"), ModelsFile, path, "models file")
     names = [model.name for model in models_file.models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

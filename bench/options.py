@@ -34,6 +34,20 @@ def non_negative_int(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a port from 0 to 65535 is")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """Above 0 and at most 1."""
+    value = positive_float(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a share above 0 and at most 1 is, such as 0.99")
+    return value
+
+
 def scales(text: str) -> list[float]:
     """Numbers above 0, separated by commas, made ascending and unique."""
     return sorted({positive_float(part) for part in text.split(",")})

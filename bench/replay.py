@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import secrets
 import sys
 from pathlib import Path
 
@@ -9,9 +10,13 @@ from forebay.bench import options
 from forebay.bench.baseline import read_baseline, write_baseline
 from forebay.bench.command_line import exit_code, run_until_signal, table_console
 from forebay.bench.errors import BenchError, Interrupted
-from forebay.bench.measure import DEFAULT_SCALES, Plan, measure
+from forebay.bench.figures import write_figures
+from forebay.bench.measure import DEFAULT_SCALES, Measurement, Plan, measure_run
+from forebay.bench.page import write_page
+from forebay.bench.probes import relabelled
 from forebay.bench.progress import ProgressDisplay
-from forebay.bench.report import Report, print_report, write_report
+from forebay.bench.replay_figures import replay_figures
+from forebay.bench.report import print_report, write_report
 from forebay.bench.workload_file import read_workload
 
 
@@ -33,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=options.scales,
         default=list(DEFAULT_SCALES),
         metavar="S,...",
-        help=f"SLO scales ({','.join(f'{scale:g}' for scale in DEFAULT_SCALES)})",
+        help=f"SLO scales (1 to {DEFAULT_SCALES[-1]:g})",
     )
     parser.add_argument(
         "--time-scale",
@@ -42,38 +47,59 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="multiply arrival times by X (0.5: twice as fast)",
     )
+    parser.add_argument(
+        "--fresh-prompts",
+        action="store_true",
+        help="exchange token ids at random, so that the server's prefix cache holds nothing of an earlier replay; what "
+        "prompts share with each other stays",
+    )
     parser.add_argument("--max-requests", type=options.positive_int, metavar="N", help="only the first N requests")
     parser.add_argument(
         "--timeout", type=options.positive_float, default=600.0, metavar="S", help="for each request (%(default)s)"
     )
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw PNG plots and index.html, one page with all numbers and plots"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the main figures, for scripts")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
+    command = [sys.executable, "-m", "forebay.bench.replay", *(sys.argv[1:] if argv is None else argv)]
     try:
         workload = read_workload(arguments.workload)
         if arguments.max_requests is not None:
             workload = workload.first(arguments.max_requests)
+        if arguments.fresh_prompts:
+            workload = relabelled(workload, secrets.randbits(32))
         plan = Plan(
             base_url=arguments.base_url,
             workload=workload,
             origin=str(arguments.workload),
-            command=[sys.executable, "-m", "forebay.bench.replay", *(sys.argv[1:] if argv is None else argv)],
+            command=command,
             scales=arguments.scales,
             time_scale=arguments.time_scale,
             timeout_s=arguments.timeout,
             baseline=None if arguments.baseline is None else read_baseline(arguments.baseline),
         )
 
-        async def work(stop: asyncio.Event) -> Report:
+        async def work(stop: asyncio.Event) -> Measurement:
             with ProgressDisplay(sys.stderr) as progress:
-                return await measure(plan, progress, stop)
+                return await measure_run(plan, progress, stop)
 
-        report, signal_number = run_until_signal(work)
+        measurement, signal_number = run_until_signal(work)
+        report = measurement.report
         write_report(arguments.output, report)
         if arguments.baseline_output is not None:
             write_baseline(arguments.baseline_output, report.baseline)
+        if arguments.json is not None:
+            write_figures(arguments.json, "replay", command, replay_figures(measurement))
+        if arguments.plots is not None:
+            from forebay.bench.plots import draw_measurement
+
+            plots = draw_measurement(measurement, arguments.plots)
+            write_page(arguments.plots / "index.html", report, plots, arguments.plots)
     except Interrupted as error:
         print(f"error: {error}", file=sys.stderr)
         return 130
@@ -87,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
         why = "the server is gone" if report.ended == "server_lost" else "interrupted"
         print(f"error: the replay ended early: {why}; the report is partial", file=sys.stderr)
     print(f"report: {arguments.output}")
+    if arguments.plots is not None:
+        print(f"plots: {arguments.plots / 'index.html'}")
     return exit_code(report.total.failed, signal_number)
 
 

@@ -35,9 +35,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Run:
-    """A replay that ended: one outcome for each request of the workload, whatever happened."""
+    """A replay that ended: one outcome for each request of the workload, whatever happened. `begin` is when it began,
+    in seconds of time.perf_counter."""
 
     outcomes: list[Outcome]
+    begin: float
     duration_s: float
     ended: Ending
 
@@ -108,7 +110,7 @@ class Replayer:
                 outcome.fail("not_sent", f"the replay ended before its turn ({ended})")
                 self._never_sent += 1
         self._tell()
-        return Run(outcomes, duration_s, ended)
+        return Run(outcomes, begin, duration_s, ended)
 
     @property
     def _ending(self) -> bool:

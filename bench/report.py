@@ -17,6 +17,9 @@ from rich.table import Table
 from forebay.bench.baseline import Baseline
 from forebay.bench.client import Outcome
 
+SCALES_A_TABLE = 10
+"""More SLO scales than this are printed as several tables, which fit into a terminal."""
+
 Ending: TypeAlias = Literal["complete", "server_lost", "interrupted"]
 
 
@@ -39,7 +42,8 @@ class Summary(msgspec.Struct, frozen=True):
 class Group(msgspec.Struct, frozen=True):
     """A model's requests, or all of them. TTFT and latency count from the scheduled arrival; TPOT is over the output
     tokens after the first, of requests with more than one; `send_delay_s` is how late the load generator itself
-    was. `failures` counts by kind; `slo_attainment` maps a scale to a share of all requests."""
+    was. `failures` counts by kind; `slo_attainment` maps a scale to a share of all requests. `prefix_cache_hit_rate` is
+    the share of prompt tokens that the server took from its prefix cache, null where it does not say."""
 
     requests: int
     completed: int
@@ -52,6 +56,7 @@ class Group(msgspec.Struct, frozen=True):
     slo_attainment: dict[str, float | None]
     output_tokens: int
     output_tokens_per_s: float | None
+    prefix_cache_hit_rate: float | None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -89,6 +94,7 @@ def summarize(outcomes: Sequence[Outcome], baseline: Baseline, scales: Sequence[
         slo_attainment={f"{scale:g}": _attainment(outcomes, completed, baseline, scale) for scale in scales},
         output_tokens=tokens,
         output_tokens_per_s=tokens / duration_s if duration_s > 0 else None,
+        prefix_cache_hit_rate=hit_rate(completed),
     )
 
 
@@ -111,6 +117,15 @@ def latency_s(outcome: Outcome) -> float:
 
 def tpot_s(outcome: Outcome) -> float:
     return (outcome.end - outcome.first_token) / (outcome.output_tokens - 1)
+
+
+def hit_rate(completed: Sequence[Outcome]) -> float | None:
+    """Of the requests for which the server said how much of the prompt it had."""
+    told = [
+        (outcome.cached_tokens, outcome.prompt_tokens) for outcome in completed if outcome.cached_tokens is not None
+    ]
+    prompt_tokens = sum(prompt for _, prompt in told)
+    return sum(cached for cached, _ in told) / prompt_tokens if prompt_tokens else None
 
 
 def _attainment(
@@ -139,12 +154,8 @@ def print_report(report: Report, console: Console) -> None:
     rows = [*sorted(report.models.items()), ("all", report.total)]
     latencies = Table(box=box.SIMPLE_HEAD, title="Latency (p50 / p90 / p99)")
     latencies.add_column("model")
-    for name in ("requests", "failed", "TTFT s", "TPOT ms", "latency s", "tokens/s"):
+    for name in ("requests", "failed", "TTFT s", "TPOT ms", "latency s", "tokens/s", "cached %"):
         latencies.add_column(name, justify="right", no_wrap=True)
-    attainment = Table(box=box.SIMPLE_HEAD, title="SLO attainment (% of requests) by scale")
-    attainment.add_column("model")
-    for scale in report.total.slo_attainment:
-        attainment.add_column(scale, justify="right", no_wrap=True)
     for name, group in rows:
         latencies.add_row(
             name,
@@ -154,16 +165,27 @@ def print_report(report: Report, console: Console) -> None:
             _cells(group.tpot_s, unit=1e-3, digits=1),
             _cells(group.latency_s),
             "-" if group.output_tokens_per_s is None else f"{group.output_tokens_per_s:.1f}",
+            _percent(group.prefix_cache_hit_rate),
         )
-        attainment.add_row(
-            name,
-            *("-" if share is None else f"{100 * share:.1f}" for share in group.slo_attainment.values()),
-        )
-    console.print(latencies, attainment, sep="")
+    console.print(latencies)
+    scales = list(report.total.slo_attainment)
+    for begin in range(0, len(scales), SCALES_A_TABLE):
+        attainment = Table(box=box.SIMPLE_HEAD, title="SLO attainment (% of requests) by scale" if begin == 0 else None)
+        attainment.add_column("model")
+        shown = scales[begin : begin + SCALES_A_TABLE]
+        for scale in shown:
+            attainment.add_column(scale, justify="right", no_wrap=True)
+        for name, group in rows:
+            attainment.add_row(name, *(_percent(group.slo_attainment[scale]) for scale in shown))
+        console.print(attainment)
     if report.total.failures:
         console.print(f"{report.total.failed} of {report.total.requests} requests failed:", highlight=False)
         for kind, count in report.total.failures.items():
             console.print(f"  {count} {kind}, first: {report.errors[kind]}", highlight=False, markup=False)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def _cells(summary: Summary, unit: float = 1.0, digits: int = 2) -> str:

@@ -151,9 +151,9 @@ class ServerProcess:
         return BenchError("\n".join([f"{what} before it was ready; the end of {self.log}:", *lines]))
 
 
-def scheduler_command(config: Path) -> list[str]:
-    """Starts our own server on any free port."""
-    return [sys.executable, "-m", "forebay.runtime.scheduler", str(config), "--port", "0"]
+def scheduler_command(config: Path, port: int = 0) -> list[str]:
+    """Starts our own server on `port`, 0 being any free one."""
+    return [sys.executable, "-m", "forebay.runtime.scheduler", str(config), "--port", str(port)]
 
 
 async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:

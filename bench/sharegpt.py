@@ -35,19 +35,24 @@ class ShareGPTPrompts:
         return self._pairs[self._order.pop()]
 
 
-def read_sharegpt(
-    path: Path, tokenizer: Tokenizer, max_prompt: int | None = None, max_output: int | None = None
-) -> list[tuple[list[int], int]]:
-    """(prompt token ids, output length in tokens) of every conversation whose prompt and answer have at least
-    SHORTEST and at most `max_prompt` and `max_output` tokens. Raises BenchError, also if none is left."""
+def read_conversations(path: Path) -> list[Conversation]:
+    """A file in ShareGPT's form. Raises BenchError."""
     try:
-        conversations = msgspec.json.decode(path.read_bytes(), type=list[Conversation])
+        return msgspec.json.decode(path.read_bytes(), type=list[Conversation])
     except OSError as error:
         raise BenchError(f"data set {path}: cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise BenchError(
             f'data set {path}: not ShareGPT\'s form, a list of {{"conversations": [{{"from", "value"}}, ...]}}: {error}'
         ) from error
+
+
+def read_sharegpt(
+    path: Path, tokenizer: Tokenizer, max_prompt: int | None = None, max_output: int | None = None
+) -> list[tuple[list[int], int]]:
+    """(prompt token ids, output length in tokens) of every conversation whose prompt and answer have at least
+    SHORTEST and at most `max_prompt` and `max_output` tokens. Raises BenchError, also if none is left."""
+    conversations = read_conversations(path)
     texts = [pair for pair in map(_first_exchange, conversations) if pair is not None]
     prompts = tokenizer.encode_batch([prompt for prompt, _ in texts])
     answers = tokenizer.encode_batch([answer for _, answer in texts], add_special_tokens=False)

@@ -2,23 +2,43 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from forebay.bench import options
-from forebay.bench.azure import convert_azure, parse_model_weights
+from forebay.bench.arrivals import POISSON
+from forebay.bench.conversations import Conversations, read_turns
 from forebay.bench.errors import BenchError
-from forebay.bench.generate import generate
-from forebay.bench.lengths import DEFAULT_VOCABULARY, Lengths, RandomPrompts, Vocabulary, load_tokenizer
-from forebay.bench.models_file import read_models_file
+from forebay.bench.generate import ConversationSource, generate
+from forebay.bench.lengths import (
+    DEFAULT_VOCABULARY,
+    Lengths,
+    LengthSource,
+    RandomPrompts,
+    Vocabulary,
+    load_tokenizer,
+)
+from forebay.bench.models_file import ModelLoad
+from forebay.bench.muxserve_options import add_muxserve_options, settle, tokenizer_folders
 from forebay.bench.sharegpt import ShareGPTPrompts, read_sharegpt
 from forebay.bench.workload_file import Workload, write_workload
+from forebay.bench.workload_sources import (
+    TRACES,
+    add_arrival_options,
+    add_trace_options,
+    check_sources,
+    convert_trace,
+    model_loads,
+    pace_of,
+    rate_courses,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.workload",
-        description="Writes a workload (MuxServe's JSON form) for python -m bench.replay: Poisson arrivals for the "
-        "models of MODELS_YAML, or an Azure trace spread over models.",
+        description="Writes a workload (MuxServe's JSON form) for python -m bench.replay: generated arrivals for the "
+        "models of MODELS_YAML, or a trace spread over models.",
     )
     parser.add_argument("models_yaml", type=Path, nargs="?", metavar="MODELS_YAML", help="models and their rates")
     parser.add_argument("--output", type=Path, default=Path("workload.json"), help="file to write (%(default)s)")
@@ -27,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--duration",
         type=options.positive_float,
         metavar="S",
-        help="seconds of arrivals; with --azure of the trace",
+        help="seconds of arrivals; of a trace its own seconds",
     )
     parser.add_argument("--num-requests", type=options.positive_int, metavar="N", help="instead of --duration")
     parser.add_argument("--max-prompt", type=options.positive_int, metavar="TOKENS", help="longest prompt")
@@ -60,33 +80,20 @@ def build_parser() -> argparse.ArgumentParser:
         f"{DEFAULT_VOCABULARY.start}:{DEFAULT_VOCABULARY.stop})",
     )
 
-    azure = parser.add_argument_group("Azure's LLM inference trace")
-    azure.add_argument("--azure", type=Path, metavar="FILE", help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
-    azure.add_argument("--models", type=options.parsed(parse_model_weights), metavar="NAME[:WEIGHT],...")
-    azure.add_argument("--start", type=options.non_negative_float, default=0.0, metavar="S", help="skip S seconds")
-    azure.add_argument("--scale-rate", type=options.positive_float, default=1.0, metavar="X", help="X times as fast")
-    azure.add_argument("--scale-tokens", type=options.positive_float, default=1.0, metavar="X", help="X times as long")
+    add_arrival_options(parser)
+    add_trace_options(parser)
+    add_muxserve_options(parser)
     return parser
 
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Ends the process with a usage error where options do not go together."""
-    if arguments.azure is not None:
-        if arguments.models is None:
-            parser.error("--azure needs --models name[:weight],...")
-        for name in ("models_yaml", "num_requests", "dataset"):
-            if getattr(arguments, name) is not None:
-                option = "MODELS_YAML" if name == "models_yaml" else f"--{name.replace('_', '-')}"
-                parser.error(f"{option} does not go with --azure")
+    """Ends the process with a usage error where options do not go together. Raises BenchError for a bad models file."""
+    settle(parser, arguments)
+    check_sources(parser, arguments)
+    if any(getattr(arguments, name) is not None for name in TRACES):
         return
-    if arguments.models_yaml is None:
-        parser.error("MODELS_YAML or --azure FILE is needed")
-    if arguments.models is not None:
-        parser.error("--models goes with --azure only")
     if (arguments.duration is None) == (arguments.num_requests is None):
         parser.error("exactly one of --duration and --num-requests is needed")
-    if arguments.dataset is not None and arguments.tokenizer is None:
-        parser.error("--dataset needs --tokenizer FOLDER")
 
 
 def build(arguments: argparse.Namespace) -> Workload:
@@ -96,40 +103,54 @@ def build(arguments: argparse.Namespace) -> Workload:
     if vocabulary is None:
         vocabulary = Vocabulary(DEFAULT_VOCABULARY) if tokenizer is None else Vocabulary.of_tokenizer(tokenizer)
     limits = {"max_prompt": arguments.max_prompt, "max_output": arguments.max_output}
-    if arguments.azure is not None:
-        return convert_azure(
-            arguments.azure,
-            arguments.models,
-            vocabulary,
+    workload = convert_trace(arguments, vocabulary)
+    if workload is not None:
+        return workload
+    models = model_loads(arguments)
+
+    def generate_from(
+        source_of: Callable[[ModelLoad], LengthSource | ConversationSource], from_dataset: bool
+    ) -> Workload:
+        return generate(
+            models,
+            source_of,
             seed=arguments.seed,
-            start=arguments.start,
             duration=arguments.duration,
-            scale_rate=arguments.scale_rate,
-            scale_tokens=arguments.scale_tokens,
-            **limits,
+            num_requests=arguments.num_requests,
+            from_dataset=from_dataset,
+            gaps=arguments.gaps or POISSON,
+            rates=rate_courses(models, arguments),
         )
-    models = read_models_file(arguments.models_yaml).models
-    when = {"seed": arguments.seed, "duration": arguments.duration, "num_requests": arguments.num_requests}
-    if arguments.dataset is not None and tokenizer is not None:
-        pairs = read_sharegpt(arguments.dataset, tokenizer, **limits)
-        return generate(models, lambda _: ShareGPTPrompts(pairs), from_dataset=True, **when)
-    return generate(
-        models,
+
+    if arguments.dataset is not None:
+        folders = tokenizer_folders(models, arguments.tokenizer)
+        tokenizers = {folder: load_tokenizer(folder) for folder in folders.values()}
+        if arguments.turns:
+            conversations = {
+                folder: Conversations(read_turns(arguments.dataset, tokenizer, **limits), pace_of(arguments))
+                for folder, tokenizer in tokenizers.items()
+            }
+            return generate_from(lambda model: conversations[folders[model.name]].fresh(), True)
+        pairs = {
+            folder: read_sharegpt(arguments.dataset, tokenizer, **limits) for folder, tokenizer in tokenizers.items()
+        }
+        return generate_from(lambda model: ShareGPTPrompts(pairs[folders[model.name]]), True)
+    return generate_from(
         lambda model: RandomPrompts(
             vocabulary,
             arguments.prompt_lengths.with_mean(model.avg_prompt_len),
             arguments.output_lengths.with_mean(model.avg_output_len),
             **limits,
         ),
-        **when,
+        False,
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    check(parser, arguments)
     try:
+        check(parser, arguments)
         workload = build(arguments)
         write_workload(arguments.output, workload)
     except (BenchError, OSError) as error:

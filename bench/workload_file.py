@@ -1,20 +1,24 @@
-"""The workload file: MuxServe's JSON form as frozen structs, checked when read. Nothing here decides what is in it."""
+"""The workload file: MuxServe's JSON form as frozen structs, checked when read. Nothing here decides what is in it.
+
+A file of a gigabyte must be no trouble: it is mapped, not read, and prompts stay arrays of four bytes a token."""
 
 import itertools
 import json
 import math
+import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from forebay.bench.errors import BenchError
+from forebay.bench.token_ids import TokenIds, of_json, to_json
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class WorkloadInfo(msgspec.Struct, frozen=True):
@@ -37,13 +41,14 @@ class WorkloadRequest(msgspec.Struct, frozen=True):
 
     model_name: str
     idx: int
-    data: tuple[list[TokenId], Positive, Positive]
+    data: tuple[Sequence[int], int, int]
     slo: float | None = None
     time_stamp: dict[str, Any] | None = {}
 
     @property
     def prompt(self) -> list[int]:
-        return self.data[0]
+        """The token ids, as a list made anew each time."""
+        return list(self.data[0])
 
     @property
     def prompt_tokens(self) -> int:
@@ -71,10 +76,41 @@ class Workload(msgspec.Struct, frozen=True):
         return Workload(self.info, self.arrivals[:count], self.requests[:count])
 
 
+class _StoredRequest(msgspec.Struct, frozen=True):
+    """A request as it must be on disk."""
+
+    model_name: str
+    idx: int
+    data: tuple[TokenIds, Positive, Positive]
+    slo: float | None = None
+    time_stamp: dict[str, Any] | None = None
+
+
+class _StoredWorkload(msgspec.Struct, frozen=True):
+    info: WorkloadInfo
+    arrivals: list[float]
+    requests: list[_StoredRequest]
+
+
+class _Parts(msgspec.Struct, frozen=True):
+    """The same file, looked at only as far as an error asks."""
+
+    info: msgspec.Raw = msgspec.Raw(b"null")
+    arrivals: msgspec.Raw = msgspec.Raw(b"null")
+    requests: msgspec.Raw = msgspec.Raw(b"null")
+
+
 def write_workload(path: Path, workload: Workload) -> None:
     """Writes beside `path` first and renames, so that a reader never sees half a file."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(msgspec.json.encode(workload) + b"\n")
+    encode = msgspec.json.Encoder(enc_hook=to_json).encode
+    with partial.open("wb") as file:
+        file.write(b'{"info":' + encode(workload.info) + b',"arrivals":' + encode(workload.arrivals))
+        file.write(b',"requests":[')
+        for index, request in enumerate(workload.requests):
+            file.write(b"," if index else b"")
+            file.write(encode(request))
+        file.write(b"]}\n")
     os.replace(partial, path)
 
 
@@ -83,21 +119,43 @@ def read_workload(path: Path) -> Workload:
 
     Raises BenchError that names the file, the request by index, the field, its value and what is allowed."""
     try:
-        content = path.read_bytes()
+        with _mapped(path) as content:
+            stored = _decode(path, content)
     except OSError as error:
         raise BenchError(f"workload {path}: cannot be read: {error.strerror}") from error
-    try:
-        workload = msgspec.json.decode(content, type=Workload)
-    except msgspec.ValidationError as error:
-        raise BenchError(f"workload {path}: {_explain(str(error), content)}") from error
-    except msgspec.DecodeError as error:
-        raise BenchError(
-            f"workload {path}: not whole JSON ({error}; the file holds {len(content)} bytes): write or copy it again"
-        ) from error
+    requests = [
+        WorkloadRequest(request.model_name, request.idx, request.data, request.slo, request.time_stamp)
+        for request in stored.requests
+    ]
+    workload = Workload(stored.info, stored.arrivals, requests)
     problem = next(_problems(workload), None)
     if problem is not None:
         raise BenchError(f"workload {path}: {problem}")
     return workload
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file. Raises OSError."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            yield memoryview(b"")  # nothing cannot be mapped
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
+            yield content
+
+
+def _decode(path: Path, content: memoryview) -> _StoredWorkload:
+    try:
+        return msgspec.json.decode(content, type=_StoredWorkload, dec_hook=of_json)
+    except msgspec.ValidationError as error:
+        # The traceback would keep views of the file, which is about to be unmapped.
+        message = str(error)
+    except msgspec.DecodeError as error:
+        raise BenchError(
+            f"workload {path}: not whole JSON ({error}; the file holds {len(content)} bytes): write or copy it again"
+        ) from None
+    raise BenchError(f"workload {path}: {_explain(message, content)}")
 
 
 def _problems(workload: Workload) -> Iterator[str]:
@@ -116,27 +174,37 @@ def _problems(workload: Workload) -> Iterator[str]:
         if later < earlier:
             yield f"arrivals[{index}]: is {later}, before the {earlier} ahead of it; arrivals must be sorted"
     for index, request in enumerate(workload.requests):
-        if request.prompt_tokens != len(request.prompt):
+        if request.prompt_tokens != len(request.data[0]):
             yield (
                 f"requests[{index}]: data[1] (prompt_len) is {request.prompt_tokens}; it must be the number of token "
-                f"ids in data[0], {len(request.prompt)}"
+                f"ids in data[0], {len(request.data[0])}"
             )
 
 
 _FIELDS = {"data[0]": "token_ids", "data[1]": "prompt_len", "data[2]": "output_len"}
 
 
-def _explain(message: str, content: bytes) -> str:
+def _explain(message: str, content: memoryview) -> str:
     """msgspec says what is allowed and where (`Expected ... - at `$.requests[3].data[1]``): adds the value."""
-    found = re.fullmatch(r"(?P<rule>.*?) - at `\$\.?(?P<where>.*)`", message)
-    if found is None:
-        return f"top level: {message[0].lower()}{message[1:]}"
-    rule, where = found["rule"], found["where"]
-    value: Any = msgspec.json.decode(content)
-    for step in re.findall(r"[^.\[\]]+", where):
-        value = value[int(step)] if isinstance(value, list) else value[step]
+    rule, *places = message.split(" - at `$")
+    # What is wrong inside a prompt has a place within it, and then the prompt's own.
+    where = "".join(place.rstrip("`") for place in reversed(places)).removeprefix(".")
+    if not where:
+        return f"top level: {rule[0].lower()}{rule[1:]}"
     name = next((f"{where} ({field})" for suffix, field in _FIELDS.items() if where.endswith(suffix)), where)
     if rule.startswith("Object missing"):
         return f"{name}: {rule[0].lower()}{rule[1:]}"
-    shown = json.dumps(value)
+    shown = json.dumps(_value_at(where, content))
     return f"{name}: is {shown if len(shown) <= 60 else shown[:57] + '...'}; {rule[0].lower()}{rule[1:]}"
+
+
+def _value_at(where: str, content: memoryview) -> Any:
+    """The value at a place such as `requests[3].data[1]`. Of the requests only that one is taken apart."""
+    first, *steps = re.findall(r"[^.\[\]]+", where)
+    part: msgspec.Raw = getattr(msgspec.json.decode(content, type=_Parts), first)
+    if first == "requests" and steps:
+        part = msgspec.json.decode(part, type=list[msgspec.Raw])[int(steps.pop(0))]
+    value: Any = msgspec.json.decode(part)
+    for step in steps:
+        value = value[int(step)] if isinstance(value, list) else value[step]
+    return value

@@ -1,6 +1,6 @@
 """A small OpenAI-compatible server, run as a process of its own. How it behaves is the model's name:
 
-- `steady`: as asked, one token a chunk; `other`: the same;
+- `steady`: as asked, one token a chunk; `other`: the same; `cached`: half of each prompt is from a prefix cache;
 - `together`: answers nobody before TOGETHER requests are waiting (and so never, if they come one by one);
 - `stuck`: sends the first token and then nothing;
 - `error500`: refuses; `error_event`: tells of a failure in the stream; `truncated`: breaks off in mid-stream;
@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 MODELS = (
     "steady", "other", "together", "stuck", "error500", "error_event", "truncated", "short", "uncounted", "garbage",
-    "silent", "fatal",
+    "silent", "fatal", "cached",
 )  # fmt: skip
 TOGETHER = 5
 
@@ -84,7 +84,14 @@ async def stream(body: dict[str, Any]) -> AsyncIterator[bytes]:
             case "fatal":
                 os._exit(1)
     if model != "uncounted":
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count, "total_tokens": 0}
+        prompt_tokens = len(body["prompt"])
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": prompt_tokens + count,
+        }
+        if model == "cached":
+            usage["prompt_tokens_details"] = {"cached_tokens": prompt_tokens // 2}
         yield event({"choices": [], "usage": usage})
     yield b"data: [DONE]\n\n"
 

@@ -8,6 +8,7 @@ import pytest
 from forebay.bench.azure import convert_azure, parse_model_weights, read_azure
 from forebay.bench.errors import BenchError
 from forebay.bench.lengths import Vocabulary
+from forebay.bench.trace import Slice
 from forebay.bench.workload import main
 from forebay.bench.workload_file import Workload, read_workload
 
@@ -29,7 +30,8 @@ def trace(tmp_path: Path) -> Path:
 
 
 def convert(path: Path, models: str = "a", **settings: float | None) -> Workload:
-    return convert_azure(path, parse_model_weights(models), Vocabulary(range(10, 20)), seed=0, **settings)  # type: ignore[arg-type]
+    part = Slice(**settings)  # type: ignore[arg-type]
+    return convert_azure(path, parse_model_weights(models), Vocabulary(range(10, 20)), part, seed=0)
 
 
 def lengths(workload: Workload) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """Replays against a real server process, well-behaved and not."""
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -130,7 +131,7 @@ async def test_a_server_that_dies_leaves_a_partial_report(mortal_server: str, ma
 
 async def test_a_missing_model_is_named_before_anything_is_sent(server: str, make_workload: Make) -> None:
     before = len(await received(server))
-    with pytest.raises(BenchError, match=r"does not serve 'llm-9', which .* serves 'error500', .*'steady'"):
+    with pytest.raises(BenchError, match=r"does not serve 'llm-9', which .* serves 'cached', 'error500', .*'steady'"):
         await replay_rows(server, make_workload([("steady", 0, 3, 2), ("llm-9", 0, 3, 2)]))
     assert len(await received(server)) == before
     baseline = Baseline({"steady": ModelBaseline(1, 0, 0)})
@@ -234,6 +235,16 @@ def test_command_reports_and_exits_with_0(server: str, files: Files, tmp_path: P
     assert str(tmp_path / "report.json") in done.stdout
 
 
+def test_fresh_prompts_share_only_with_each_other(mortal_server: str, files: Files) -> None:
+    arguments = [*files([("steady", 0, 40, 2), ("steady", 0.2, 60, 2)]), "--base-url", mortal_server]
+    for _ in range(2):
+        assert replay.main([*map(str, arguments), "--fresh-prompts"]) == 0
+    first, second, again, _ = (body["prompt"] for body in asyncio.run(received(mortal_server)))
+    assert first == second[:40]
+    assert first[:16] != again[:16] != list(range(100, 116)) != first[:16]
+    assert set(second) == set(range(100, 160))
+
+
 def test_command_exits_with_1_if_a_request_failed(server: str, files: Files, tmp_path: Path) -> None:
     arguments = files([("steady", 0, 3, 2), ("error500", 0, 3, 2)])
     done = subprocess.run(command(*arguments, "--base-url", server), cwd=ROOT, capture_output=True, text=True)
@@ -249,6 +260,33 @@ def test_command_exits_with_1_if_the_server_dies(mortal_server: str, files: File
     assert "the server is gone; the report is partial" in done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["ended"], report["total"]["failed"]) == ("server_lost", 2)
+
+
+def test_command_draws_plots_and_a_page_and_writes_figures(server: str, files: Files, tmp_path: Path) -> None:
+    rows = [(model, 0.02 * index, 4, 5) for index, model in enumerate(["steady", "cached", "error500"] * 4)]
+    plots, figures_file = tmp_path / "new" / "plots", tmp_path / "figures.json"
+    arguments = [*files(rows), "--base-url", server, "--plots", plots, "--json", figures_file]
+    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1  # four requests failed
+    assert str(plots / "index.html") in done.stdout
+    names = ["attainment.png", "timeline.png", "tpot.png", "ttft.png"]
+    assert sorted(file.name for file in plots.iterdir()) == [*names[:1], "index.html", *names[1:]]
+    page = (plots / "index.html").read_text()
+    for name in names:
+        image = (plots / name).read_bytes()
+        assert image.startswith(b"\x89PNG")
+        assert f"data:image/png;base64,{base64.b64encode(image).decode()}" in page
+    assert "8 of 12 requests finished" in page
+    assert "error500: out of order" in page
+    content = json.loads(figures_file.read_text())
+    assert content["benchmark"] == "replay"
+    assert content["figures"]["requests"] == {"value": 12, "unit": "1", "baseline": None}
+    assert content["figures"]["failed_requests"]["value"] == 4
+    # Eight finished requests, of which four say that 2 of their 4 prompt tokens came from the cache.
+    assert content["figures"]["prefix_cache_hit_rate"]["value"] == 0.5
+    assert content["figures"]["slo_attainment_at_20"]["value"] == pytest.approx(8 / 12)
+    assert content["figures"]["ttft_p50_s"]["baseline"] == 10.0
+    assert 0 < content["figures"]["ttft_p50_s"]["value"] < 10
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -4,6 +4,7 @@ import io
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -65,6 +66,14 @@ def test_attainment_counts_failed_requests_as_missed() -> None:
     assert nothing.slo_attainment == {"1": 0}
 
 
+def test_hit_rate_is_over_the_prompts_of_which_the_server_tells() -> None:
+    outcomes = [outcome("a", 1, 2, prompt_tokens=tokens) for tokens in (100, 300, 600)]
+    outcomes[0].cached_tokens, outcomes[1].cached_tokens = 16, 64
+    assert summarize(outcomes, BASELINE, [1], 10).prefix_cache_hit_rate == 80 / 400
+    assert summarize(outcomes[2:], BASELINE, [1], 10).prefix_cache_hit_rate is None
+    assert summarize([failed("a")], BASELINE, [1], 10).prefix_cache_hit_rate is None
+
+
 def test_baseline_fit() -> None:
     # On the line 0.1 + 0.002 x prompt, plus +1, -2, +1 hundredths that a least-squares line leaves where it was.
     samples = [Sample(0, 5, 0.11, 0.51), Sample(100, 5, 0.28, 0.68), Sample(200, 3, 0.51, 0.61)]
@@ -107,6 +116,19 @@ def test_table_shows_every_model_all_and_what_failed() -> None:
     assert lines["all"].split() == ["all", "33.3", "33.3"]
     assert "2 of 3 requests failed" in text
     assert "2 http_500, first: b: http_500 happened" in text
+
+
+def test_many_scales_are_printed_in_tables_that_fit_a_terminal() -> None:
+    outcomes = [outcome("a", 0.5, 1.0 + 0.75 * (index % 20)) for index in range(40)]
+    scales = [float(scale) for scale in range(1, 21)]
+    report = msgspec.structs.replace(make_report([]), models={}, total=summarize(outcomes, BASELINE, scales, 10))
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=140))
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert ["model", *map(str, range(1, 11))] in lines
+    assert ["model", *map(str, range(11, 21))] in lines
+    shares = [cell for line in lines[-30:] if line[:1] == ["all"] for cell in line[1:]]
+    assert shares[-20:] == [f"{100 * share:.1f}" for share in report.total.slo_attainment.values() if share is not None]
 
 
 def test_report_is_written_whole_into_a_new_folder(tmp_path: Path) -> None:

@@ -213,11 +213,10 @@ def test_command_with_dataset_and_averages(
 @pytest.mark.parametrize(
     ("arguments", "words_of_error"),
     [
-        ([], "MODELS_YAML or --azure FILE is needed"),
+        ([], "MODELS_YAML, --models with --total-rate, or a trace (--azure, --mooncake, --servegen-rates"),
         (["m.yaml"], "exactly one of --duration and --num-requests"),
         (["m.yaml", "--duration", "1", "--num-requests", "1"], "exactly one of"),
         (["m.yaml", "--duration", "0"], "'0' is not allowed; a number above 0 is"),
-        (["m.yaml", "--duration", "1", "--dataset", "d"], "--dataset needs --tokenizer"),
         (["m.yaml", "--duration", "1", "--vocabulary", "9:3"], "LOW:HIGH"),
         (["m.yaml", "--duration", "1", "--prompt-lengths", "mean:3"], "fixed:N"),
         (["--azure", "a.csv"], "--azure needs --models"),
