@@ -52,6 +52,9 @@ from forebay.transport.zeromq import ZmqFeed, ZmqLink
 WAITING_HEARTBEAT_S = 1.0
 """How often a worker says that it lives before a scheduler has told it how often."""
 
+PATIENCE_S = 5.0
+"""How long it waits for a scheduler before it says so."""
+
 KEPT_FEEDS = 4
 """Front doors whose connections are kept; one that is gone is replaced by a newer one."""
 
@@ -100,6 +103,7 @@ class WorkerProcess:
         self._log.info("joining", scheduler=self._scheduler, id=self._id)
         self._join()
         self._beat()
+        self._loop.call_later(PATIENCE_S, self._complain)
         loader = asyncio.create_task(self._load_models(), name="load models")
         loader.add_done_callback(self._loader_ended)
         try:
@@ -130,6 +134,11 @@ class WorkerProcess:
     def _join(self) -> None:
         self._link.send(Join(PROTOCOL_VERSION, self._session.renew(), self._gpu, os.getpid(), socket.gethostname()))
 
+    def _complain(self) -> None:
+        """Somebody who started it by hand wants to know why nothing happens."""
+        if not self._session.welcomed and not self._exit.done():
+            self._log.warning("no scheduler has answered yet; waiting for one", scheduler=self._scheduler)
+
     def _beat(self) -> None:
         # Also before the welcome: a scheduler that came up later answers it with Rejoin.
         self._link.send(Heartbeat())
@@ -143,6 +152,8 @@ class WorkerProcess:
 
     def _on_messages(self, messages: list[ToWorker]) -> None:
         for message in filter(self._session.admits, messages):
+            if self._exit.done():
+                return  # it ends: what follows in the frame is not for it any more
             match message:
                 case Start() | Cancel():
                     self._decide(message)

@@ -240,7 +240,9 @@ def test_a_worker_that_dies_again_and_again_is_started_again_each_time(smollm2: 
             pid = server.workers()[0]["pid"]
             os.kill(pid, signal.SIGKILL)
             server.until("a process died and will be started again")
-            answers.add(pool.submit(server.complete, question).result().json()["choices"][0]["text"])
+            answer = pool.submit(server.complete, question).result()
+            assert answer.status_code == 200, answer.text + server.log
+            answers.add(answer.json()["choices"][0]["text"])
             assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         assert len(answers) == 1
         server.children()
