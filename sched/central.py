@@ -7,6 +7,7 @@ Prompts pass through as bytes that nobody here reads.
 from typing import assert_never
 
 from forebay.sched import routing
+from forebay.sched.admission import refusal, too_long
 from forebay.sched.central_events import (
     CentralCommand,
     CentralEvent,
@@ -283,7 +284,7 @@ class CentralCore:
                 if model.ranking.best() is None:
                     return
                 if request.context > model.max_context and model.complete:
-                    self._reject(request, "context_too_long", self._too_long(model, request.submit))
+                    self._reject(request, "context_too_long", too_long(model, request.submit))
                 continue  # it is too long for those with room; a younger one may not be
             del model.queue[number]
             request.move("dispatch")
@@ -371,9 +372,9 @@ class CentralCore:
                 raise IllegalTransition(f"front door {door.id} sent {type(message).__name__}, which only workers send")
 
     def _admit(self, door: FrontDoor, submit: Submit) -> None:
-        refusal = self._refusal(submit)
-        if refusal is not None:
-            kind, reason = refusal
+        refused = refusal(submit, self._models, self._draining, self.settings.queue_bound)
+        if refused is not None:
+            kind, reason = refused
             self.endings[kind] = self.endings.get(kind, 0) + 1
             self._send(door.id, Rejected(submit.request, submit.epoch, kind, reason))
             return
@@ -382,34 +383,6 @@ class CentralCore:
         self._requests[submit.request] = request
         door.requests.add(submit.request)
         self._enqueue(request)
-
-    def _refusal(self, submit: Submit) -> tuple[RejectKind, str] | None:
-        model = self._models.get(submit.model)
-        if model is None:
-            names = ", ".join(self._models) or "none: this scheduler has no configuration"
-            return "unknown_model", f"there is no model {submit.model!r} here (there is: {names})"
-        if reason := hopeless(model):
-            return "failed", reason
-        if self._draining and submit.epoch == 0:
-            return "draining", "the server is shutting down and takes no new requests"
-        if not model.was_ready:
-            return "not_ready", f"model {submit.model!r} is not loaded yet; try again in a moment"
-        if submit.prompt_tokens + submit.sampling.max_tokens > model.max_context:
-            return "context_too_long", self._too_long(model, submit)
-        if submit.epoch == 0 and len(model.queue) >= self.settings.queue_bound:
-            return "queue_full", (
-                f"{len(model.queue)} requests wait for model {submit.model!r} already "
-                f"(queue_bound: {self.settings.queue_bound}); try again later"
-            )
-        return None
-
-    @staticmethod
-    def _too_long(model: Model, submit: Submit) -> str:
-        wanted = submit.prompt_tokens + submit.sampling.max_tokens
-        return (
-            f"the prompt has {submit.prompt_tokens} tokens and max_tokens is {submit.sampling.max_tokens}: "
-            f"{wanted} together, where {submit.model!r} holds {model.max_context}"
-        )
 
     def _enqueue(self, request: Request) -> None:
         model = self._models[request.model]
