@@ -3,6 +3,7 @@
 Data only: the requests are in runtime/openai.py, the routes in runtime/http.py.
 """
 
+import reprlib
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,21 @@ from forebay.runtime.desk import RequestFailed
 from forebay.transport.messages import ModelStatus
 
 RETRY_AFTER_S = 1
+SHOWN_CHARACTERS = 200
+
+_short = reprlib.Repr()
+_short.maxlevel = 3
+_short.maxstring = _short.maxother = _short.maxlong = SHOWN_CHARACTERS
+
+
+def shown(value: Any) -> str:
+    """What an error repeats of a value that a client sent: as Python writes it, cut to SHOWN_CHARACTERS."""
+    return cut(_short.repr(value))
+
+
+def cut(text: str) -> str:
+    """`text` up to SHOWN_CHARACTERS."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 class ApiError(Exception):
@@ -51,7 +67,7 @@ def find_model(models: Mapping[str, ModelStatus], name: str) -> ModelStatus:
     if name in models:
         return models[name]
     exists = ", ".join(sorted(models)) or "none: this server has no models configured"
-    raise ApiError(404, f"model: {name!r:.200} does not exist; models: {exists}", param="model", code="model_not_found")
+    raise ApiError(404, f"model: {shown(name)} does not exist; models: {exists}", param="model", code="model_not_found")
 
 
 def model_object(model: ModelStatus, created: int) -> dict[str, Any]:

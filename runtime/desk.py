@@ -194,6 +194,13 @@ class Desk:
         return delivery if delivery is not None and delivery.epoch == epoch else None
 
     def _tokens(self, message: Tokens) -> None:
+        widths = [len(column) for column in (message.requests, message.epochs, message.tokens)]
+        rows = len(message.tokens) // 4
+        if widths != [8 * rows, 4 * rows, 4 * rows]:
+            raise ValueError(
+                f"tokens whose columns do not match: {widths[0]}, {widths[1]} and {widths[2]} bytes of requests, "
+                "epochs and token ids; each row has 8, 4 and 4"
+            )
         columns = zip(
             memoryview(message.requests).cast("Q"),
             memoryview(message.epochs).cast("I"),

@@ -12,6 +12,7 @@ import uvicorn
 
 import forebay
 from forebay.runtime import logs
+from forebay.runtime.bodies import BODY_LIMIT
 from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
 from forebay.runtime.desk import Desk
 from forebay.runtime.http import ServerInfo, build_app
@@ -38,9 +39,16 @@ WAITING_HEARTBEAT_S = 1.0
 
 
 def open_door(
-    scheduler: str, sockets: Path, host: str, port: int, grace_s: float, config: str | None, parent: int | None
+    scheduler: str,
+    sockets: Path,
+    host: str,
+    port: int,
+    grace_s: float,
+    config: str | None,
+    parent: int | None,
+    body_limit: int = BODY_LIMIT,
 ) -> int:
-    """Serves HTTP until the scheduler says otherwise; returns the exit status."""
+    """Serves HTTP until the scheduler says otherwise; returns the exit status. `body_limit` in bytes."""
     if parent is not None:
         end_with_parent(parent)
     log = logs.set_up("front door")
@@ -52,7 +60,8 @@ def open_door(
         log.error("HTTP cannot listen", host=host, port=port, error=str(error))
         return EXIT_UNUSABLE
     with listener:
-        return run(FrontDoorProcess(scheduler, sockets, listener, grace_s, config, log).run())
+        info = ServerInfo(forebay.__version__, config, body_limit)
+        return run(FrontDoorProcess(scheduler, sockets, listener, grace_s, info, log).run())
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -74,13 +83,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 class FrontDoorProcess:
     def __init__(
-        self, scheduler: str, sockets: Path, listener: socket.socket, grace_s: float, config: str | None, log: Any
+        self, scheduler: str, sockets: Path, listener: socket.socket, grace_s: float, info: ServerInfo, log: Any
     ) -> None:
         self._scheduler = scheduler
         self._sockets = sockets
         self._listener = listener
         self._grace_s = grace_s
-        self._config = config
+        self._info = info
         self._log = log
         self._heartbeat_s = WAITING_HEARTBEAT_S
         self._status = 0
@@ -93,7 +102,7 @@ class FrontDoorProcess:
         self._desk = Desk(lambda message: self._link.send(message))
         self._texts = Texts()
         self._warming: set[asyncio.Task[None]] = set()
-        app = build_app(self._desk, self._texts, ServerInfo(forebay.__version__, self._config))
+        app = build_app(self._desk, self._texts, self._info)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -142,7 +151,10 @@ class FrontDoorProcess:
 
     def _from_worker(self, messages: list[ToFrontDoor]) -> None:
         for message in messages:
-            self._desk.receive(message)
+            try:
+                self._desk.receive(message)
+            except ValueError as error:  # any process of this user can write to the socket
+                self._log.error("a message that makes no sense", peer="a worker", error=str(error))
 
     def _from_scheduler(self, messages: list[ToFrontDoor]) -> None:
         for message in filter(self._session.admits, messages):

@@ -5,16 +5,16 @@ Nothing here knows routes, workers or the scheduler: requests go to the desk, to
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from forebay.runtime.answers import Answer, ApiError, error_event, find_model, usage
+from forebay.runtime.answers import Answer, ApiError, error_event, find_model, shown, usage
 from forebay.runtime.desk import Delivery, Desk, RequestFailed
 from forebay.runtime.openai import ChatRequest, CompletionRequest
-from forebay.runtime.text import ModelText, OutputText, PromptError, Texts
+from forebay.runtime.text import ModelText, OutputText, PromptError, PromptTooLong, Texts
 from forebay.transport.messages import ModelStatus, Sampling
 
 
@@ -36,22 +36,27 @@ async def generation(desk: Desk, texts: Texts, body: CompletionRequest | ChatReq
     except ValueError as error:
         raise ApiError(500, f"model {model.name!r} cannot be served: {error}") from error
     if isinstance(body, ChatRequest):
-        prompt = await _tokenize(text, model, body.conversation(), "messages")
+        prompt = await _tokenize(text, model, body.messages, "messages")
         sampling = body.sampling(len(prompt), model.max_context)
         return Generation(desk, body, prompt, sampling, OutputText(text, (), body.stop, sampling.min_tokens))
     if isinstance(body.prompt, str):
         prompt = await _tokenize(text, model, body.prompt, "prompt")
+        sampling = body.sampling(len(prompt), model.max_context)
     else:
-        prompt = _known_tokens(text, model, body.prompt)
-    sampling = body.sampling(len(prompt), model.max_context)
+        prompt = body.prompt
+        # First its length: a million ids are refused without a look at each.
+        sampling = body.sampling(len(prompt), model.max_context)
+        _check_tokens(text, model, prompt)
     return Generation(desk, body, prompt, sampling, OutputText(text, prompt, body.stop, sampling.min_tokens))
 
 
 async def _tokenize(
-    text: ModelText, model: ModelStatus, prompt: str | list[Mapping[str, str]], param: str
+    text: ModelText, model: ModelStatus, prompt: str | Sequence[Mapping[str, Any]], param: str
 ) -> list[int]:
     try:
-        tokens = await text.tokenize(prompt)
+        tokens = await text.tokenize(prompt, model.max_context)
+    except PromptTooLong as error:
+        raise ApiError(400, f"{param}: {error}; shorten it", param=param, code="context_length_exceeded") from error
     except PromptError as error:
         raise ApiError(400, f"{param}: model {model.name!r} cannot take it: {error}", param=param) from error
     if not tokens:
@@ -59,16 +64,15 @@ async def _tokenize(
     return tokens
 
 
-def _known_tokens(text: ModelText, model: ModelStatus, tokens: list[int]) -> list[int]:
+def _check_tokens(text: ModelText, model: ModelStatus, tokens: list[int]) -> None:
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < text.vocabulary:
             raise ApiError(
                 400,
-                f"prompt: token id {token} is not in the vocabulary of {model.name!r}; "
+                f"prompt: token id {shown(token)} is not in the vocabulary of {model.name!r}; "
                 f"ids are 0 to {text.vocabulary - 1}",
                 param="prompt",
             )
-    return tokens
 
 
 class Generation(Response):

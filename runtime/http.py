@@ -13,15 +13,15 @@ from typing import Any
 import jinja2
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from forebay.runtime.answers import ApiError, find_model, model_object
+from forebay.runtime.answers import ApiError, cut, find_model, model_object
+from forebay.runtime.bodies import BODY_LIMIT, BodyLimit, request_router
 from forebay.runtime.desk import Desk, RequestFailed
 from forebay.runtime.generation import generation
 from forebay.runtime.metrics import CONTENT_TYPE, exposition
-from forebay.runtime.openai import ChatRequest, CompletionRequest, validation_error
+from forebay.runtime.openai import ChatRequest, CompletionRequest
 from forebay.runtime.text import Texts
 from forebay.transport.messages import ModelStatus, Status
 
@@ -31,10 +31,12 @@ STATUS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What the page says of the server. `configuration` is the file it runs from, None: coordinator only."""
+    """What the server is: `configuration` is the file it runs from (None: coordinator only), `body_limit` the bytes
+    that a request may have."""
 
     version: str
     configuration: str | None
+    body_limit: int = BODY_LIMIT
 
 
 async def _status(desk: Desk) -> Status:
@@ -66,6 +68,8 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
         description="Serves several LLMs on shared GPUs, through OpenAI's API.",
         redoc_url=None,
     )
+    app.add_middleware(BodyLimit, limit=info.body_limit)
+    requests = request_router()
     created = int(time.time())
     page = jinja2.Template(
         Path(__file__).with_name("page.html").read_text(encoding="utf-8"),
@@ -74,15 +78,17 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
         lstrip_blocks=True,
     )
 
-    @app.post("/v1/completions", tags=["OpenAI"])
+    @requests.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: CompletionRequest) -> Response:
         """Continues one prompt, text or token ids; with `stream` as server-sent events."""
         return await generation(desk, texts, body)
 
-    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    @requests.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: ChatRequest) -> Response:
         """Answers a conversation; with `stream` as server-sent events."""
         return await generation(desk, texts, body)
+
+    app.include_router(requests)
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
@@ -141,19 +147,13 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
     async def on_failure(request: Request, error: RequestFailed) -> Response:
         return refuse(ApiError.of(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        return refuse(validation_error(error.errors(), request.headers.get("content-type", "")))
-
     @app.exception_handler(HTTPException)
     async def on_no_route(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
+        path = cut(request.url.path)
         if error.status_code == 405:
-            message = f"{request.method} is not allowed on {path}; allowed: {(error.headers or {}).get('Allow')}"
+            message = f"{cut(request.method)} is not allowed on {path}; allowed: {(error.headers or {}).get('Allow')}"
         elif error.status_code == 404:
             message = f"there is no {path}; /docs lists what there is"
-        elif error.status_code == 400:
-            message = "the body cannot be read as JSON; it must be one object, in UTF-8"
         else:
             message = str(error.detail)
         return refuse(ApiError(error.status_code, message), error.headers)

@@ -3,25 +3,30 @@
 Data only: the answers are in runtime/answers.py, the routes in runtime/http.py.
 """
 
+import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     PlainValidator,
     StrictBool,
     StrictFloat,
     StrictInt,
     StrictStr,
+    ValidationError,
     WithJsonSchema,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
-from forebay.runtime.answers import ApiError
+from forebay.runtime.answers import ApiError, shown
 from forebay.transport.messages import Sampling
 
 MAX_STOPS = 4
@@ -63,7 +68,7 @@ def _read_prompt(value: Any) -> str | list[int]:
 def _read_stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _refuse(f"must be a string or a list of up to {MAX_STOPS} strings, got {value!r}")
+        raise _refuse(f"must be a string or a list of up to {MAX_STOPS} strings, got {shown(value)}")
     if len(stops) > MAX_STOPS:
         raise _refuse(f"has {len(stops)} strings; up to {MAX_STOPS} are allowed")
     if "" in stops:
@@ -82,7 +87,7 @@ def _read_content(value: Any) -> str:
             case {"type": "text", "text": str(text)}:
                 texts.append(_unicode(text))
             case _:
-                raise _refuse(f'has a part that is not {{"type": "text", "text": "..."}}: {part!r:.100}')
+                raise _refuse(f'has a part that is not {{"type": "text", "text": "..."}}: {shown(part)}')
     return "\n".join(texts)
 
 
@@ -138,6 +143,7 @@ class _Request(BaseModel):
 
     model: StrictStr
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     temperature: Annotated[StrictFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -152,7 +158,9 @@ class _Request(BaseModel):
     default_tokens: ClassVar[int | None]
 
     def token_limit(self) -> tuple[str, int | None]:
-        """The parameter that bounds the output, and its value if the client gave one."""
+        """The parameter that bounds the output, and its value if the client gave one. Two names, one limit."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     def refuse_unsupported(self) -> None:
@@ -167,12 +175,18 @@ class _Request(BaseModel):
                 choices = " or ".join(msgspec.json.encode(allowed).decode() for allowed in neutral)
                 raise ApiError(
                     400,
-                    f"{name}: {value!r:.100} is not supported; leave it out or set it to {choices}",
+                    f"{name}: {shown(value)} is not supported; leave it out or set it to {choices}",
                     param=name,
                 )
         for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
             if extras.get(name) and extras.get(choice) != "none":
                 raise ApiError(400, f'{name}: not supported; leave it out or set {choice} to "none"', param=name)
+        if None not in (a := self.max_tokens, b := self.max_completion_tokens) and a != b:
+            raise ApiError(
+                400,
+                f"max_completion_tokens: is {b} while max_tokens is {a}; they are two names of one limit, give one",
+                param="max_completion_tokens",
+            )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only allowed with stream set to true", param="stream_options")
 
@@ -231,45 +245,61 @@ class CompletionRequest(_Request):
     default_tokens: ClassVar[int | None] = DEFAULT_COMPLETION_TOKENS
 
 
-class ChatMessage(BaseModel):
-    role: Literal["system", "user", "assistant"]
+def _read_role(role: str) -> str:
+    # The newer name; the templates of open models know the older one.
+    return "system" if role == "developer" else role
+
+
+class ChatMessage(TypedDict):
+    role: Annotated[Literal["system", "developer", "user", "assistant"], AfterValidator(_read_role)]
     content: Content
 
 
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions. Without a limit the answer may fill the rest of the context."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
+    # One wrong message is enough: a body holds a million, and each error would be an object.
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
 
     prompt_name: ClassVar[str] = "messages"
     default_tokens: ClassVar[int | None] = None
 
-    def token_limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super().token_limit()
 
-    def conversation(self) -> list[Mapping[str, str]]:
-        return [{"role": message.role, "content": message.content} for message in self.messages]
+AnyRequest = TypeVar("AnyRequest", bound=_Request)
+
+_OTHERS = {*_NEUTRAL, "tools", "tool_choice", "functions", "function_call"}
+_DEPTH = {"messages": 3, "stream_options": 2}
+"""How deep the path to an error goes in names that a client knows; below are the branches of a union. Else 1."""
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str) -> ApiError:
-    """The refusal for a body that is not a request, from pydantic's error list as FastAPI hands it on."""
-    first = errors[0]
-    location = [part for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']} at position {location[0]}")
-    if not location:
-        if "json" not in content_type:
-            return ApiError(
-                400, f"the body must be JSON, sent with Content-Type: application/json, not {content_type!r}"
-            )
-        return ApiError(400, "the body must be a JSON object")
-    # Names of fields and indices of lists, down to where the branches of a union begin.
-    depth = 3 if location[0] == "messages" else 1
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[:depth])[1:]
+def read_request(kind: type[AnyRequest], body: bytes, content_type: str) -> AnyRequest:
+    """The request that a body is. Takes tenths of a second for megabytes. Raises ApiError for what is not one."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    if not (media_type == "application/json" or media_type.endswith("+json")):
+        raise ApiError(
+            400, f"the body must be JSON, sent with Content-Type: application/json, not {shown(content_type)}"
+        )
+    try:
+        value = json.loads(body) if body else None
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error.msg} at position {error.pos}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, or nested too deep
+        raise ApiError(400, f"the body cannot be read as JSON: {error}; it must be one object, in UTF-8") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    known = {name: value[name] for name in (*kind.model_fields, *_OTHERS) if name in value}
+    try:
+        return kind.model_validate(known)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """What is wrong first, with the parameter as the client would write it."""
+    first = error.errors(include_url=False)[0]
+    location = first["loc"][: _DEPTH.get(str(first["loc"][0]), 1)]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]
     if first["type"] == "missing":
         return ApiError(400, f"{param}: missing; it is required", param=param)
-    got = "" if first["type"] == "value" else f", got {first['input']!r:.100}"
+    got = "" if first["type"] == "value" else f", got {shown(first['input'])}"
     return ApiError(400, f"{param}: {first['msg']}{got}", param=param)

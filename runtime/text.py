@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+from tokenizers.models import BPE
 
 INLINE_CHARACTERS = 2_000
 """Text up to this length is tokenized at once (below a millisecond); longer text goes to a thread."""
+
+INLINE_MESSAGES = 50
+"""A conversation up to so many messages is put through its template at once, if its text is short, too."""
 
 CONTEXT_TOKENS = 8
 """How many tokens before an output are read along with it (some tokenizers drop the space of a first word)."""
@@ -23,6 +27,10 @@ class PromptError(ValueError):
     """This model cannot take this prompt; the message says why."""
 
 
+class PromptTooLong(PromptError):
+    """Its text has more characters than the context can hold, whatever its tokens are."""
+
+
 class ModelText:
     """The tokenizer and the chat template of one model folder. Safe to use from several threads."""
 
@@ -30,6 +38,8 @@ class ModelText:
         self.path = path
         self.vocabulary = vocabulary
         """Token ids are below this number."""
+        self.longest_token = _longest_token(tokenizer.backend_tokenizer)
+        """The most characters of text that one token stands for; None: no such bound."""
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         # What a model's authors set up for training must not cut or pad what a client sends.
@@ -63,23 +73,36 @@ class ModelText:
         """Token ids of a plain prompt, with the special tokens that the model wants around it."""
         return self._encode(text, add_special_tokens=True)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation (`role` and `content` each), up to where the assistant's answer begins.
 
         Raises PromptError if the model has no chat template, or its template refuses the conversation."""
         return self._encode(self._render(messages), add_special_tokens=False)
 
-    async def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """`encode` or `chat` without holding up the event loop, however long the prompt is."""
-        if isinstance(prompt, str):
-            text, special = prompt, True
-        else:
-            text, special = self._render(prompt), False
-        if len(text) <= INLINE_CHARACTERS:
-            return self._encode(text, special)
-        return await asyncio.to_thread(self._encode, text, special)
+    async def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], max_context: int = 0) -> list[int]:
+        """`encode` or `chat` without holding up the event loop, however long the prompt is.
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        Raises PromptTooLong, before it is tokenized, for text that cannot fit into `max_context` tokens (0: any)."""
+        if isinstance(prompt, str):
+            short = len(prompt) <= INLINE_CHARACTERS
+        else:
+            short = (
+                len(prompt) <= INLINE_MESSAGES
+                and sum(len(message["content"]) for message in prompt) <= INLINE_CHARACTERS
+            )
+        return self._read(prompt, max_context) if short else await asyncio.to_thread(self._read, prompt, max_context)
+
+    def _read(self, prompt: str | Sequence[Mapping[str, Any]], max_context: int) -> list[int]:
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        if max_context and self.longest_token and len(text) > max_context * self.longest_token:
+            raise PromptTooLong(
+                f"{len(text)} characters are more than the {max_context * self.longest_token} that the model's "
+                f"context of {max_context} tokens can hold (its longest token has {self.longest_token})"
+            )
+        return self._encode(text, add_special_tokens=is_text)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         from jinja2 import TemplateError
 
         if not self._tokenizer.chat_template:
@@ -91,12 +114,24 @@ class ModelText:
                 )
             )
         except TemplateError as error:
-            raise PromptError(f"its chat template refuses these messages: {error}") from error
+            raise PromptError(f"its chat template refuses these messages: {str(error)[:200]}") from error
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Only the batch call releases the interpreter lock; without that a thread would not help.
         [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+
+def _longest_token(backend: Any) -> int | None:
+    """None where one unknown token may stand for any number of characters (other kinds than BPE are not known to be
+    free of that).
+
+    Of a normalization that makes fewer characters nothing is taken into account: real text has a few characters a
+    token, the longest token is a run of tens of spaces or dashes."""
+    model = backend.model
+    if not isinstance(model, BPE) or (model.unk_token and model.fuse_unk and not model.byte_fallback):
+        return None
+    return max(map(len, backend.get_vocab()))
 
 
 def _vocabulary(folder: Path, tokenizer: Any) -> int:

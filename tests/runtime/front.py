@@ -6,6 +6,7 @@ a worker would send.
 
 import asyncio
 import contextlib
+import io
 import socket
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,12 +15,14 @@ from typing import Any, Literal
 import aiohttp
 import uvicorn
 
+from forebay.runtime.bodies import BODY_LIMIT
 from forebay.runtime.desk import Desk
 from forebay.runtime.http import ServerInfo, build_app
 from forebay.runtime.text import Texts
 from forebay.transport.messages import (
     Abort,
     Catalog,
+    Concluded,
     Finished,
     Interrupted,
     ModelStatus,
@@ -50,6 +53,7 @@ class Peer:
         self.desk = Desk(self._take)
         self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
         self.aborted: asyncio.Queue[int] = asyncio.Queue()
+        self.concluded: asyncio.Queue[int] = asyncio.Queue()
         self.script: Callable[[Submit], None] | None = None
         self.answers_queries = True
         self.workers: tuple[WorkerStatus, ...] = (
@@ -67,6 +71,8 @@ class Peer:
                     self.script(message)
             case Abort(request):
                 self.aborted.put_nowait(request)
+            case Concluded(request):
+                self.concluded.put_nowait(request)
             case Query(query):
                 if self.answers_queries:
                     self._later(lambda: self.desk.receive(Status(query, self.models, self.workers)))
@@ -155,17 +161,19 @@ class Front:
             return response.status, await response.json()
 
     async def post(self, path: str, body: Any, **kinds: Any) -> tuple[int, Any, Any]:
-        how = {"data": body} if isinstance(body, str | bytes) else {"json": body}
+        how = {"data": body} if isinstance(body, str | bytes | io.BytesIO) else {"json": body}
         async with self.client.post(self.url + path, **how, **kinds) as response:
             return response.status, await response.json(), response.headers
 
 
 @contextlib.asynccontextmanager
-async def front_door(peer: Peer, configuration: str | None = "tests.yaml") -> AsyncIterator[Front]:
+async def front_door(
+    peer: Peer, configuration: str | None = "tests.yaml", body_limit: int = BODY_LIMIT
+) -> AsyncIterator[Front]:
     # asyncio sends small writes at once only on sockets made with the protocol's number; else each answer takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
-        app = build_app(peer.desk, TEXTS, ServerInfo("0.0", configuration))
+        app = build_app(peer.desk, TEXTS, ServerInfo("0.0", configuration, body_limit))
         server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -125,6 +125,18 @@ async def test_a_desk_that_was_forgotten_submits_everything_under_new_numbers() 
     assert await delivery.next() == [7, 8]
 
 
+@pytest.mark.parametrize("lengths", [(8, 4, 0), (8, 4, 3), (16, 4, 8), (8, 8, 4), (5, 4, 4)])
+async def test_tokens_whose_columns_do_not_match_change_nothing(lengths: tuple[int, int, int]) -> None:
+    front = Front()
+    delivery = front.desk.open("m", [5], Sampling(3))
+    columns = [(array("Q", [FIRST]).tobytes() * 2)[: lengths[0]], *(bytes(length) for length in lengths[1:])]
+    with pytest.raises(ValueError, match=rf"{lengths[0]}, {lengths[1]} and {lengths[2]} bytes.*8, 4 and 4"):
+        front.desk.receive(Tokens(*columns))
+    assert delivery.generated == 0
+    front.tokens((FIRST, 0, 7))
+    assert await delivery.next() == [7]
+
+
 def test_before_the_scheduler_answered_nothing_can_be_opened() -> None:
     with pytest.raises(RequestFailed, match="its scheduler has not answered yet"):
         Desk(lambda message: None).open("m", [1], Sampling(1))

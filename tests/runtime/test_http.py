@@ -335,6 +335,19 @@ async def test_a_finished_request_is_not_aborted(front: Front, text: ModelText) 
 # --- state
 
 
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/v1/models/llm", "/healthz", "/readyz", "/workers", "/metrics"])
+async def test_head_is_get_without_its_body(front: Front, path: str) -> None:
+    async with front.client.get(front.url + path) as got, front.client.head(front.url + path) as headed:
+        assert (headed.status, headed.content_type) == (got.status, got.content_type) == (200, got.content_type)
+        assert await headed.read() == b""
+
+
+async def test_head_of_a_server_that_is_not_ready(folder: str) -> None:
+    async with front_door(Peer([], informs=False)) as front, front.client.head(front.url + "/readyz") as response:
+        assert response.status == 503
+        assert await response.read() == b""
+
+
 async def test_the_models(front: Front) -> None:
     status, body = await front.get("/v1/models")
     assert (status, body["object"]) == (200, "list")

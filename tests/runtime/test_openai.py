@@ -49,6 +49,9 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 1.5}, "max_tokens", "integer.*got 1.5"),
     ({"max_tokens": True}, "max_tokens", "integer"),
     ({"max_tokens": 10**30}, "max_tokens", "less than"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "got 0"),
+    ({"max_completion_tokens": CONTEXT}, "max_completion_tokens", "at most"),
+    ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens", "5 while max_tokens is 6.*give one"),
     ({"max_tokens": CONTEXT + 1}, "max_tokens", rf"{CONTEXT + 1}.*{CONTEXT} tokens"),
     ({"temperature": -0.1}, "temperature", "got -0.1"),
     ({"temperature": 2.1}, "temperature", "less than or equal to 2.*got 2.1"),
@@ -68,7 +71,7 @@ BAD_IN_BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream set to true"),
     ({"stream": True, "stream_options": 1}, "stream_options", ""),
-    ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options", "boolean"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean.*got 1"),
     ({"ignore_eos": "x"}, "ignore_eos", "boolean"),
     ({"min_tokens": -1}, "min_tokens", "got -1"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "9 is more than max_tokens, which is 8"),
@@ -119,10 +122,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogate"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
     ({"messages": ["hello"]}, "messages[0]", ""),
+    ({"messages": [{"role": "user", "content": "a"}, *[1] * 10_000]}, "messages[1]", "dictionary.*got 1"),
     ({"messages": [{"role": "user", "content": "refuse"}]}, "messages", "no such talk here"),
     ({"messages": [{"role": "user", "content": "the " * 80}]}, "messages", "leave no room"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens", "got 0"),
-    ({"max_completion_tokens": CONTEXT}, "max_completion_tokens", "at most"),
     ({"logprobs": True}, "logprobs", "not supported"),
     ({"top_logprobs": 3}, "top_logprobs", "not supported"),
     ({"functions": [{"name": "f"}]}, "functions", "function_call"),
@@ -195,6 +197,67 @@ async def test_what_asks_for_nothing_is_taken(front: Front, path: str) -> None:
     status, body, _ = await front.post(path, GOOD[path] | neutral)
     assert status == 200, body
     assert (await front.peer.next_submit()).sampling.seed >= 0
+
+
+LONG = "wheel" * 1000
+ECHOES: list[tuple[str, dict[str, Any]]] = [
+    (path, change)
+    for path in (COMPLETIONS, CHAT)
+    for change in (
+        {"model": LONG},
+        {"model": [LONG] * 9},
+        {"stop": {LONG: LONG}},
+        {"stop": [[LONG] * 9] * 9},
+        {"max_tokens": LONG},
+        {"max_tokens": 10**4000},
+        {"stream_options": LONG, "stream": True},
+        {"logit_bias": {LONG: LONG}},
+        {"response_format": [[[[[LONG]]]]]},
+    )
+] + [
+    (CHAT, {"messages": [{"role": LONG, "content": "a"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{LONG: LONG}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "refuse " + LONG}]}),
+    (COMPLETIONS, {"prompt": [1, LONG]}),
+    (COMPLETIONS, {"prompt": [10**4000]}),
+]
+
+
+async def test_an_error_repeats_little_of_what_it_refuses(front: Front, subtests: pytest.Subtests) -> None:
+    for path, change in ECHOES:
+        with subtests.test(path=path, change=repr(change)[:80]):
+            status, body, _ = await front.post(path, GOOD[path] | change)
+            assert status in (400, 404)
+            assert len(body["error"]["message"]) < 450
+    for content_type in ("text/" + "a" * 5000,):
+        _, body, _ = await front.post(CHAT, "{}", headers={"Content-Type": content_type})
+        assert len(body["error"]["message"]) < 450
+    status, body = await front.get("/" + "a" * 5000)
+    assert (status, len(body["error"]["message"]) < 450) == (404, True)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_half_a_surrogate_pair_in_what_nobody_reads_is_ignored(front: Front, path: str) -> None:
+    odd = {"\ud800": 1, "x": "\ud800", "stream": True, "stream_options": {"\ud800": 1}}
+    async with front.client.post(front.url + path, data=json.dumps(GOOD[path] | odd), headers=JSON) as response:
+        assert response.status == 200, await response.text()
+        assert (await response.text()).endswith("data: [DONE]\n\n")
+
+
+async def test_both_names_of_the_limit_are_taken(front: Front) -> None:
+    for path in (COMPLETIONS, CHAT):
+        for limits in ({"max_tokens": 2}, {"max_completion_tokens": 2}, {"max_tokens": 2, "max_completion_tokens": 2}):
+            status, body, _ = await front.post(path, GOOD[path] | limits)
+            assert (status, body["usage"]["completion_tokens"]) == (200, 2)
+
+
+async def test_a_developer_is_the_system(front: Front, text: ModelText) -> None:
+    talk = [{"role": "developer", "content": "Brief."}, {"role": "user", "content": "a"}]
+    status, _, _ = await front.post(CHAT, {"model": "llm", "messages": talk})
+    assert status == 200
+    submit = await front.peer.next_submit()
+    expected = text.chat([{"role": "system", "content": "Brief."}, {"role": "user", "content": "a"}])
+    assert list(memoryview(submit.tokens).cast("I"))[: submit.prompt_tokens] == expected
 
 
 async def test_a_limit_not_given_is_cut_to_the_room_that_is_left(front: Front) -> None:

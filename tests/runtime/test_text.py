@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
-from forebay.runtime.text import Detokenizer, ModelText, OutputText, PromptError, StopStrings, Texts
+from forebay.runtime.text import Detokenizer, ModelText, OutputText, PromptError, PromptTooLong, StopStrings, Texts
 from tests.runtime.tiny_text import byte_level, sentence_piece
 
 
@@ -89,6 +90,43 @@ async def test_a_long_prompt_leaves_the_event_loop_free(text: ModelText) -> None
     assert tokenizing.result() == expected
     assert len(gaps) > 20, "the loop must turn while the thread works"
     assert max(gaps) < max(0.5 * whole, 0.02)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    text: ModelText, monkeypatch: pytest.MonkeyPatch, inline: bool
+) -> None:
+    monkeypatch.setattr("forebay.runtime.text.INLINE_CHARACTERS", 10**6 if inline else 0)
+    longest = text.longest_token
+    assert longest == max(map(len, text.backend.get_vocab()))
+    fits = "x" * (10 * longest)
+    assert await text.tokenize(fits, max_context=10) == text.encode(fits)
+    assert await text.tokenize(fits + "x") == text.encode(fits + "x"), "no context, no bound"
+    with pytest.raises(PromptTooLong, match=rf"^{len(fits) + 1} characters .* {len(fits)} .* 10 tokens"):
+        await text.tokenize(fits + "x", max_context=10)
+    with pytest.raises(PromptTooLong, match="10 tokens"):
+        await text.tokenize([{"role": "user", "content": fits}], max_context=10)
+
+
+def test_where_one_unknown_token_stands_for_any_text_there_is_no_bound(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path)
+    tokenizer = Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    unbounded = ModelText.load(str(folder))
+    assert len(unbounded.encode("b" * 1000)) == 1
+    assert unbounded.longest_token is None
+
+
+async def test_a_conversation_of_many_messages_leaves_the_event_loop_free(text: ModelText) -> None:
+    messages = [{"role": "user", "content": "a"}] * 20_000
+    expected = text.chat(messages)
+    tokenizing = asyncio.create_task(text.tokenize(messages))
+    turns = 0
+    while not tokenizing.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert tokenizing.result() == expected
+    assert turns > 20, "the loop must turn while a thread renders"
 
 
 # --- folders
