@@ -1,188 +1,104 @@
-"""The configuration file: one schema, validated whole before anything starts. docs/configuration.md is made from it."""
+"""The configuration file, validated whole before anything starts: what its schema (config_schema.py) cannot say of a
+single field is checked here, against the other fields and against this machine.
+"""
 
+import math
+import mmap
+import os
+import resource
+import unicodedata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from forebay.sched.policy import ALIASES
-from forebay.transport.addresses import RefusedAddress, check_endpoint, check_http_host, runtime_folder
-from forebay.transport.messages import DeviceSettings, ModelSpec
+from forebay.runtime.config_schema import (
+    Configuration,
+    ConfigurationError,
+    DeviceSection,
+    HttpSection,
+    ModelSection,
+    TimeoutSection,
+    model_spec,
+    parse_bytes,
+)
+from forebay.transport.addresses import RefusedAddress, check_endpoint, check_http_host, check_socket_path
 
-Seconds = Annotated[float, Meta(gt=0)]
-Bytes = int | str
+__all__ = [
+    "Configuration",
+    "ConfigurationError",
+    "DeviceSection",
+    "HttpSection",
+    "ModelSection",
+    "TimeoutSection",
+    "load",
+    "model_spec",
+    "parse",
+    "parse_bytes",
+]
 
-UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+LARGEST_INTEGER_BITS = 63
 
+OTHER_DESCRIPTORS = 256
+"""Open files of a worker that are no slabs."""
 
-class ConfigurationError(ValueError):
-    """Names the file, the key, the value and what is allowed."""
-
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all sections: an unknown key is an error."""
-
-
-class DeviceSection(_Section, frozen=True):
-    """One device, and with it one worker process."""
-
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda):\d+$", description="`cpu:N` or `cuda:N`")]
-    memory: Annotated[Bytes, Meta(description="capacity of the KV pool: bytes, or a number with KiB, MiB, GiB")] = (
-        "1GiB"
-    )
-    slab: Annotated[Bytes, Meta(description="size of a slab, the piece in which pool memory changes hands")] = "32MiB"
-    threads: Annotated[
-        int, Meta(ge=0, description="CPU threads of a step; 0: the cores divided by the configured CPU devices")
-    ] = 0
-    spawn: Annotated[
-        bool, Meta(description="start a worker for it; `false`: you start one by hand, and it is told what to load")
-    ] = True
-
-
-class ModelSection(_Section, frozen=True):
-    """One model, under the name that requests use."""
-
-    name: Annotated[str, Meta(min_length=1, description="the `model` of requests")]
-    path: Annotated[
-        str, Meta(min_length=1, description="folder in Hugging Face's layout, relative to the configuration file")
-    ]
-    placement: Annotated[
-        tuple[str, ...],
-        Meta(min_length=1, description="devices that hold a replica each, for example `[cpu:0, cpu:1]`"),
-    ]
-    popularity: Annotated[
-        float, Meta(gt=0, description="share of the requests that it is expected to get, relative to the others")
-    ] = 1.0
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], Meta(description="type of weights, KV cache and arithmetic")
-    ] = "float32"
-    max_context: Annotated[
-        int, Meta(ge=0, description="tokens of prompt and answer together; 0: as many as the model was trained for")
-    ] = 0
-    max_sequences: Annotated[int, Meta(ge=1, description="requests that run at once on one device")] = 32
-    step_tokens: Annotated[
-        int, Meta(ge=1, description="tokens that one step computes; longer prompts are cut into such chunks")
-    ] = 256
-
-
-class HttpSection(_Section, frozen=True):
-    """Where the front door listens."""
-
-    host: Annotated[str, Meta(description="loopback only: 127.0.0.1, ::1 or localhost")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8080
-
-
-class TimeoutSection(_Section, frozen=True):
-    """Bounds in seconds."""
-
-    heartbeat: Annotated[Seconds, Meta(description="how often every process says that it lives")] = 1.0
-    silence: Annotated[Seconds, Meta(description="a process silent for so long is lost: its requests move")] = 10.0
-    drain: Annotated[Seconds, Meta(description="after SIGTERM, how long running requests may take to end")] = 30.0
-    stop: Annotated[Seconds, Meta(description="how long a process may take to end before it is killed")] = 5.0
-
-
-class Configuration(_Section, frozen=True):
-    """The whole file. Without a file: the coordinator alone, no devices and no models."""
-
-    devices: Annotated[tuple[DeviceSection, ...], Meta(description="one worker process each")] = ()
-    models: Annotated[tuple[ModelSection, ...], Meta(description="what is served")] = ()
-    http: Annotated[HttpSection, Meta(description="the front door")] = HttpSection()
-    timeouts: Annotated[TimeoutSection, Meta(description="bounds in seconds")] = TimeoutSection()
-    queue_bound: Annotated[
-        int, Meta(ge=1, description="requests of one model that may wait in the scheduler; more are answered 503")
-    ] = 256
-    policy: Annotated[
-        Literal["adbs", "roundrobin", "temporal", "fcfs", "fix", "fix-adbs"],
-        Meta(
-            description="how models share a device: in turns with prefills and decodes side by side and memory quotas "
-            "that follow the load (`adbs`) or stay (`fix-adbs`); in turns (`roundrobin`), with fixed quotas (`fix`); "
-            "the oldest request's model alone (`temporal`, also called `fcfs`)"
-        ),
-    ] = "adbs"
-    prefix_cache: Annotated[
-        bool, Meta(description="keep the KV blocks of what was read and find them again by their text")
-    ] = True
-    endpoint: Annotated[
-        str, Meta(description="where workers join: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; empty: see the log line")
-    ] = ""
-
-    def device_settings(self, cores: int) -> dict[str, DeviceSettings]:
-        """By device name; `cores` of this machine are divided among CPU devices that name no thread count."""
-        cpus = sum(section.device.startswith("cpu:") for section in self.devices)
-        return {
-            section.device: DeviceSettings(
-                parse_bytes(section.memory),
-                parse_bytes(section.slab),
-                section.threads or max(1, cores // max(1, cpus)),
-                ALIASES.get(self.policy, self.policy),
-                self.prefix_cache,
-            )
-            for section in self.devices
-        }
-
-    def control_endpoint(self) -> str:
-        return self.endpoint or f"ipc://{runtime_folder()}/scheduler.sock"
-
-
-def model_spec(section: ModelSection) -> ModelSpec:
-    return ModelSpec(
-        section.name,
-        section.path,
-        section.dtype,
-        section.max_context,
-        section.max_sequences,
-        section.step_tokens,
-        section.popularity,
-    )
-
-
-def parse_bytes(value: Bytes) -> int:
-    """Raises ValueError that says what is allowed."""
-    if isinstance(value, int):
-        size = value
-    else:
-        number = value.rstrip("BKMGTi ")
-        unit = value[len(number) :].strip()
-        try:
-            size = int(float(number) * UNITS[unit])
-        except (ValueError, KeyError):
-            raise ValueError(
-                f"{value!r} is no size: write bytes, or a number with one of {', '.join(UNITS)[2:]}"
-            ) from None
-    if size <= 0:
-        raise ValueError(f"{value!r} is no size: it must be more than 0 bytes")
-    return size
+MOST_SLABS = 32768
+"""Mappings of a worker's pool; the kernel's usual bound for a process is twice that (vm.max_map_count)."""
 
 
 def load(path: Path) -> Configuration:
     """Reads and checks a file. Paths of models become absolute. Raises ConfigurationError."""
-    import yaml
+    from forebay.runtime.strict_yaml import UnusableYaml, read_yaml  # YAML is not among the base dependencies
 
     try:
-        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = read_yaml(path)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: not YAML: {error}") from error
+    except UnusableYaml as error:
+        raise ConfigurationError(f"{path}: {error}") from error
     return parse({} if raw is None else raw, str(path), path.resolve().parent)
 
 
 def parse(raw: Any, source: str, folder: Path) -> Configuration:
     """Checks a configuration as it was read; model paths are taken from `folder`. Raises ConfigurationError."""
+    found = _unusable(raw, "", set())
+    if found:
+        raise ConfigurationError("\n".join(f"{source}: {problem}" for problem in found))
     try:
         configuration = msgspec.convert(raw, Configuration)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{source}: {error}{_value_at(raw, str(error))}; see docs/configuration.md") from error
     models = tuple(
-        msgspec.structs.replace(model, path=str((folder / Path(model.path).expanduser()).resolve()))
-        for model in configuration.models
+        msgspec.structs.replace(model, path=_model_folder(model.path, folder)) for model in configuration.models
     )
     configuration = msgspec.structs.replace(configuration, models=models)
-    problems = _problems(configuration)
-    if problems:
-        raise ConfigurationError("\n".join(f"{source}: {problem}" for problem in problems))
+    found = _problems(configuration)
+    if found:
+        raise ConfigurationError("\n".join(f"{source}: {problem}" for problem in found))
     return configuration
+
+
+def _unusable(raw: Any, key: str, seen: set[int]) -> list[str]:
+    """Values that no field may have, wherever they are: what is no number, and text that could not be passed on to
+    another process or written to a log."""
+    if isinstance(raw, float) and not math.isfinite(raw):
+        return [f"{key or 'top level'}: {raw!r} is no finite number"]
+    if isinstance(raw, int) and raw.bit_length() > LARGEST_INTEGER_BITS:
+        return [f"{key or 'top level'}: {hex(raw)[:20]}… has {raw.bit_length()} bits; no value here has more than 63"]
+    if isinstance(raw, str) and any(unicodedata.category(character) in ("Cc", "Cs") for character in raw):
+        return [f"{key or 'top level'}: {raw!r} holds control characters or half a character; allowed is plain text"]
+    if not isinstance(raw, dict | list) or id(raw) in seen:
+        return []
+    seen.add(id(raw))
+    found: list[str] = []
+    if isinstance(raw, dict):
+        for name, value in raw.items():
+            found += _unusable(name, f"{key}: the key", seen)
+            found += _unusable(value, f"{key}.{name}".lstrip(".") if isinstance(name, str) else key, seen)
+    else:
+        for index, value in enumerate(raw):
+            found += _unusable(value, f"{key}[{index}]", seen)
+    return found
 
 
 def _value_at(raw: Any, message: str) -> str:
@@ -197,55 +113,104 @@ def _value_at(raw: Any, message: str) -> str:
     return f" (the value is {value!r})" if path and not isinstance(value, dict | list) else ""
 
 
+def _model_folder(path: str, folder: Path) -> str:
+    """The absolute path of a model; where it cannot be found out, the path itself, of which `_of_model` then tells."""
+    try:
+        return str((folder / Path(path).expanduser()).resolve())
+    except (RuntimeError, OSError):  # an unknown user's home, or links in a circle
+        return path
+
+
 def _problems(configuration: Configuration) -> list[str]:
-    """Everything that no single field can know, all at once."""
-    found: list[str] = []
+    """All of them at once, each with its key, the value and what is allowed."""
     devices = [section.device for section in configuration.devices]
     names = [section.name for section in configuration.models]
-    for kind, values in (("devices[].device", devices), ("models[].name", names)):
-        found += [f"{kind}: {value!r} appears twice" for value in sorted({v for v in values if values.count(v) > 1})]
+    found = [
+        f"{kind}: {value!r} appears twice"
+        for kind, values in (("devices[].device", devices), ("models[].name", names))
+        for value in sorted({value for value in values if values.count(value) > 1})
+    ]
     for index, device in enumerate(configuration.devices):
-        sizes: dict[str, int] = {}
-        for key in ("memory", "slab"):
-            try:
-                sizes[key] = parse_bytes(getattr(device, key))
-            except ValueError as error:
-                found.append(f"devices[{index}].{key}: {error}")
-        if len(sizes) == 2 and sizes["memory"] < sizes["slab"]:
-            found.append(
-                f"devices[{index}].memory: {device.memory!r} is less than one slab ({device.slab!r}); "
-                "raise memory or lower slab"
-            )
+        found += [f"devices[{index}].{problem}" for problem in _of_device(device)]
     for index, model in enumerate(configuration.models):
-        key = f"models[{index}]"
-        found += [
-            f"{key}.placement: {gpu!r} is not among the devices ({', '.join(devices) or 'none are configured'})"
-            for gpu in model.placement
-            if gpu not in devices
-        ]
-        if len(set(model.placement)) < len(model.placement):
-            found.append(f"{key}.placement: {list(model.placement)!r} names a device twice; one replica a device")
-        if model.step_tokens < model.max_sequences:
-            found.append(
-                f"{key}.step_tokens: {model.step_tokens} is less than max_sequences ({model.max_sequences}): "
-                "a step could not hold one token of each"
-            )
-        if not Path(model.path, "config.json").is_file():
-            found.append(
-                f"{key}.path: {model.path!r} has no config.json; give a folder in Hugging Face's layout "
-                "(`make model` converts the small model that the examples use)"
-            )
-    for key, check, value in (
-        ("http.host", check_http_host, configuration.http.host),
-        ("endpoint", check_endpoint, configuration.endpoint or "ipc:///unused"),
-    ):
+        found += [f"models[{index}].{problem}" for problem in _of_model(model, devices)]
+    try:
+        check_http_host(configuration.http.host)
+    except RefusedAddress as error:
+        found.append(f"http.host: {error}")
+    try:
+        parse_bytes(configuration.http.body_limit)
+    except ValueError as error:
+        found.append(f"http.body_limit: {error}")
+    if configuration.endpoint:
         try:
-            check(value)
+            check_endpoint(configuration.endpoint)
+            if configuration.endpoint.startswith("ipc://"):
+                check_socket_path(Path(configuration.endpoint.removeprefix("ipc://")))
         except RefusedAddress as error:
-            found.append(f"{key}: {error}")
+            found.append(f"endpoint: {error}")
     if configuration.timeouts.silence <= 2 * configuration.timeouts.heartbeat:
         found.append(
             f"timeouts.silence: {configuration.timeouts.silence:g} s must be more than two heartbeats "
             f"({configuration.timeouts.heartbeat:g} s each), or living processes count as lost"
         )
+    return found
+
+
+def _of_device(section: DeviceSection) -> list[str]:
+    sizes: dict[str, int] = {}
+    found = []
+    for key in ("memory", "slab"):
+        try:
+            sizes[key] = parse_bytes(getattr(section, key))
+        except ValueError as error:
+            found.append(f"{key}: {error}")
+    if found:
+        return found
+    memory, slab = sizes["memory"], sizes["slab"]
+    if slab % mmap.PAGESIZE:
+        found.append(f"slab: {section.slab!r} is no multiple of {mmap.PAGESIZE} bytes, this machine's page")
+    if memory < slab:
+        found.append(f"memory: {section.memory!r} is less than one slab ({section.slab!r}); raise memory or lower slab")
+    machine = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    if section.device.startswith("cpu:") and memory > machine:
+        found.append(f"memory: {section.memory!r} is more than this machine has ({machine >> 20} MiB)")
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        descriptors = MOST_SLABS + OTHER_DESCRIPTORS
+    most = min(MOST_SLABS, descriptors - OTHER_DESCRIPTORS)
+    if memory // slab > most:
+        found.append(
+            f"slab: {section.slab!r} cuts {section.memory!r} into {memory // slab} slabs; at most {most} are allowed, "
+            "for each is an open file of the worker (ulimit -Hn) and a mapping: take larger slabs"
+        )
+    return found
+
+
+def _of_model(section: ModelSection, devices: list[str]) -> list[str]:
+    found = [
+        f"placement: {gpu!r} is not among the devices ({', '.join(devices) or 'none are configured'})"
+        for gpu in section.placement
+        if gpu not in devices
+    ]
+    if len(set(section.placement)) < len(section.placement):
+        found.append(f"placement: {list(section.placement)!r} names a device twice; one replica a device")
+    if section.step_tokens < section.max_sequences:
+        found.append(
+            f"step_tokens: {section.step_tokens} is less than max_sequences ({section.max_sequences}): "
+            "a step could not hold one token of each"
+        )
+    if not section.path.startswith("/"):
+        found.append(f"path: {section.path!r} leads nowhere: there is no such user, or its links form a circle")
+        return found
+    try:
+        readable = Path(section.path, "config.json").is_file()
+    except OSError as error:
+        found.append(f"path: {section.path!r} cannot be read: {error.strerror}")
+    else:
+        if not readable:
+            found.append(
+                f"path: {section.path!r} has no config.json; give a folder in Hugging Face's layout "
+                "(`make model` converts the small model that the examples use)"
+            )
     return found

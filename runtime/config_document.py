@@ -53,7 +53,7 @@ def _type(hint: Any) -> str:
     metadata = getattr(hint, "__metadata__", ())
     if metadata:
         bounds = [
-            f"{sign} {value:g}"
+            f"{sign} {value:,}" if isinstance(value, int) else f"{sign} {value:g}"
             for meta in metadata
             for sign, value in ((">", meta.gt), ("≥", meta.ge), ("≤", meta.le))
             if value is not None

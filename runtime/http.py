@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from forebay.runtime.answers import ApiError, cut, find_model, model_object
 from forebay.runtime.bodies import BODY_LIMIT, BodyLimit, request_router
 from forebay.runtime.desk import Desk, RequestFailed
+from forebay.runtime.documentation import documentation_router
 from forebay.runtime.generation import generation
 from forebay.runtime.metrics import CONTENT_TYPE, exposition
 from forebay.runtime.openai import ChatRequest, CompletionRequest
@@ -66,6 +67,7 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
         title="Forebay",
         version=info.version,
         description="Serves several LLMs on shared GPUs, through OpenAI's API.",
+        docs_url=None,
         redoc_url=None,
     )
     app.add_middleware(BodyLimit, limit=info.body_limit)
@@ -89,6 +91,7 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
         return await generation(desk, texts, body)
 
     app.include_router(requests)
+    app.include_router(documentation_router(app.title, "/openapi.json"))
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:

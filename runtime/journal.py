@@ -14,13 +14,12 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     for path in parser.parse_args(arguments).files:
         try:
-            name, events, cut_off = replay(path)
+            name, events, note = replay(path)
         except (OSError, JournalError) as error:
             failed = True
-            print(f"{path}: {error}", file=sys.stderr)
+            print(error if isinstance(error, JournalError) else f"{path}: {error}", file=sys.stderr)
         else:
-            note = " (the last record was cut off)" if cut_off else ""
-            print(f"{path}: {name}, {events} events, the same commands{note}")
+            print(f"{path}: {name}, {events} events, the same commands{note and f' ({note})'}")
     return int(failed)
 
 

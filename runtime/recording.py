@@ -1,14 +1,18 @@
 """The journal of a core: what entered it, when, and a digest of what it decided. Replaying one must reach the same
 commands, for a core has no clock and no chance in it.
 
-A file holds a header and records, each a msgpack value behind its length (uint32, little-endian).
+A file holds records: a header, then by turns an event (both msgpack) and the digest of its commands, each with a head.
+The head is a mark, the length, its complement, and the CRC-32 of all values up to and with this one: nothing can be
+changed, dropped, doubled or swapped unseen. Only the end may be missing, as after a kill.
 """
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -23,7 +27,10 @@ from forebay.transport.messages import PROTOCOL_VERSION, Message
 Event = TypeVar("Event", contravariant=True)
 Command = TypeVar("Command", bound=Message, covariant=True)
 
-_LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<2sIII")
+_MARK = b"\xf0J"
+_ALL_BITS = 0xFFFFFFFF
+_BAD_VALUE = (msgspec.DecodeError, ValueError, RecursionError)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -49,25 +56,50 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class JournalError(ValueError):
-    """The file is no journal, or replaying it led elsewhere."""
+    """The file is no journal, it is damaged, or replaying it led elsewhere. Names the file, and where."""
+
+
+class Replayed(NamedTuple):
+    """Whose core it was, how many events were replayed, and what is to say of the journal's end (nothing, if it is
+    whole)."""
+
+    name: str
+    events: int
+    note: str
+
+
+MOST_SLABS = 1 << 20
+"""A header that names more is none of ours."""
 
 
 class Core(Protocol[Event, Command]):
     def handle(self, now: float, event: Event) -> Sequence[Command]: ...
 
 
+def prepare_folder(folder: Path) -> None:
+    """Makes a folder for journals. Raises OSError that names it where no file could be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"journals cannot be written to {str(folder)!r}: {error.strerror}; name a folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"journals cannot be written to {str(folder)!r}: user {os.getuid()} may not make files there")
+
+
 class Recorder(Generic[Event, Command]):
-    """A core that writes down what enters it. Without a path it only hands on."""
+    """A core that writes down what enters it, to a new file in `folder` that carries the core's name and this process's
+    id. Without a folder it only hands on. Raises OSError where no file can be made."""
 
     def __init__(self, core: Core[Event, Command], header: Header, folder: Path | None) -> None:
         self._core = core
         self._file: BinaryIO | None = None
+        self._checksum = 0
         self.path: Path | None = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.path = folder / f"{header.name.replace(':', '-')}.journal"
-            self._file = self.path.open("wb")
+            prepare_folder(folder)
+            self.path, self._file = _new_file(folder, header.name)
             self._write(_encode(header))
+            self._file.flush()
 
     def handle(self, now: float, event: Event) -> Sequence[Command]:
         if self._file is None:
@@ -90,8 +122,24 @@ class Recorder(Generic[Event, Command]):
 
     def _write(self, value: bytes) -> None:
         assert self._file is not None
-        self._file.write(_LENGTH.pack(len(value)))
+        self._checksum = crc32(value, self._checksum)
+        self._file.write(_HEAD.pack(_MARK, len(value), len(value) ^ _ALL_BITS, self._checksum))
         self._file.write(value)
+
+
+def _new_file(folder: Path, name: str) -> tuple[Path, BinaryIO]:
+    """In a container every restart may have the same process id: no journal takes the place of another."""
+    stem = name.replace(":", "-")
+    process = f"-{os.getpid()}"
+    if not stem.endswith(process):
+        stem += process
+    number = 1
+    while True:
+        path = folder / (f"{stem}.journal" if number == 1 else f"{stem}-{number}.journal")
+        try:
+            return path, path.open("xb")
+        except FileExistsError:
+            number += 1
 
 
 def digest(commands: Any) -> bytes:
@@ -103,44 +151,88 @@ def make_lane_core(settings: LaneSettings) -> LaneCore:
     return LaneCore(pool, POLICIES[settings.policy](), settings.prefix_cache)
 
 
-def replay(path: Path) -> tuple[str, int, bool]:
-    """(whose core, events replayed, whether the last record was cut off, as after a kill). Raises JournalError."""
+def replay(path: Path) -> Replayed:
+    """Feeds a journal's events to a fresh core. The last event is replayed, too, if its commands were not recorded: the
+    core raised, or the process was killed. Raises OSError, JournalError."""
     with path.open("rb") as file:
-        values = _values(file)
-        try:
-            header = msgspec.msgpack.decode(next(values, b""), type=Header)
-        except msgspec.DecodeError as error:
-            raise JournalError(f"{path} is no journal of this program: {error}") from error
-        if header.version != PROTOCOL_VERSION:
-            raise JournalError(f"{path} was recorded under protocol {header.version}, this is {PROTOCOL_VERSION}")
-        core: Core[Any, Message]
-        event_type: Any
-        if isinstance(header.core, CentralHeader):
-            core, event_type = CentralCore(header.core.settings), CentralEvent
-        else:
-            core, event_type = make_lane_core(header.core), LaneEvent
+        records = _Records(file, path)
+        name, core, event_type = _open(path, next(records.values, None))
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple.__class_getitem__((float, event_type)))
-        count = 0
-        for record in values:
-            now, event = decoder.decode(record)
-            expected = next(values, None)
-            if expected is None:
-                return header.name, count, True
-            commands = core.handle(now, event)
-            count += 1
-            if digest(commands) != expected:
-                raise JournalError(
-                    f"{path}: event {count} ({type(event).__name__} at {now:.6f}) led to other commands than were "
-                    f"recorded; now: {commands}"
+        events = 0
+        for offset, record in records.values:
+            try:
+                now, event = decoder.decode(record)
+            except _BAD_VALUE as error:
+                raise JournalError(f"{path}: the record at byte {offset} is no event of {name!r}: {error}") from error
+            recorded = next(records.values, None)
+            events += 1
+            what = f"event {events}, {type(event).__name__} at {now:.6f} s, in the record at byte {offset}"
+            try:
+                commands = core.handle(now, event)
+            except Exception as error:  # whatever it is, it is the result
+                raised = f"raises {type(error).__name__}: {error}"
+                if recorded is None:
+                    return Replayed(name, events, f"the commands of {what}, were not recorded: the core {raised}")
+                raise JournalError(f"{path}: {what}: the core {raised}; when it was recorded it did not") from error
+            if recorded is None:
+                return Replayed(
+                    name, events, f"the commands of {what}, were not recorded; the core does not raise there"
                 )
-        return header.name, count, False
+            if digest(commands) != recorded[1]:
+                raise JournalError(f"{path}: {what}, led to other commands than were recorded; now: {commands}")
+        return Replayed(name, events, "the last record was cut off" if records.cut_off else "")
 
 
-def _values(file: BinaryIO) -> Iterator[bytes]:
-    """The values of a file, up to a last one that was cut off."""
-    while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-        (length,) = _LENGTH.unpack(head)
-        value = file.read(length)
-        if len(value) < length:
-            return
-        yield value
+def _open(path: Path, first: tuple[int, bytes] | None) -> tuple[str, Core[Any, Message], Any]:
+    """The name, the core as it was made, and the type of its events."""
+    if first is None:
+        raise JournalError(f"{path} is no journal of this program: it ends within its first record")
+    try:
+        header = msgspec.msgpack.decode(first[1], type=Header)
+    except _BAD_VALUE as error:
+        raise JournalError(f"{path} is no journal of this program: its header cannot be read: {error}") from error
+    if header.version != PROTOCOL_VERSION:
+        raise JournalError(f"{path} was recorded under protocol {header.version}, this is {PROTOCOL_VERSION}")
+    settings = header.core
+    if isinstance(settings, CentralHeader):
+        return header.name, CentralCore(settings.settings), CentralEvent
+    if settings.policy not in POLICIES:
+        raise JournalError(f"{path}: its policy {settings.policy!r} is unknown (known: {', '.join(POLICIES)})")
+    if not 0 < settings.slabs <= MOST_SLABS:
+        raise JournalError(f"{path}: its pool has {settings.slabs} slabs; a pool has 1 to {MOST_SLABS}")
+    try:
+        return header.name, make_lane_core(settings), LaneEvent
+    except ValueError as error:
+        raise JournalError(f"{path}: its core cannot be made: {error}") from error
+
+
+class _Records:
+    """The records of a file, checked: `values` yields (offset, value), `cut_off` tells whether the last one was."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.cut_off = False
+        self.values = self._read(file, path)
+
+    def _read(self, file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+        offset = checksum = 0
+        size = os.fstat(file.fileno()).st_size
+        while head := file.read(_HEAD.size):
+            if not _is_head(head):
+                what = "the file is no journal of this program" if offset == 0 else "the file is damaged"
+                raise JournalError(f"{path}: {what}: at byte {offset} no record begins")
+            length = _HEAD.unpack(head)[1] if len(head) == _HEAD.size else 0
+            if len(head) < _HEAD.size or length > size - offset - _HEAD.size:
+                self.cut_off = True
+                return
+            value = file.read(length)
+            checksum = crc32(value, checksum)
+            if checksum != _HEAD.unpack(head)[3]:
+                raise JournalError(f"{path}: the file is damaged: the record at byte {offset} is not what was written")
+            yield offset, value
+            offset += _HEAD.size + length
+
+
+def _is_head(head: bytes) -> bool:
+    """Whether this is the beginning of a head, or a whole one; its checksum is not looked at."""
+    length, complement = head[2:6], head[6:10]
+    return _MARK.startswith(head[:2]) and all(a ^ b == 0xFF for a, b in zip(length, complement, strict=False))

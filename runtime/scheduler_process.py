@@ -2,7 +2,9 @@
 here, no token passes here, no device is touched."""
 
 import asyncio
+import contextlib
 import os
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any, assert_never
 import msgspec
 
 from forebay.runtime import logs
-from forebay.runtime.config import Configuration, ConfigurationError, load, model_spec, parse
+from forebay.runtime.config import Configuration, ConfigurationError, load, model_spec, parse_bytes
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import CentralHeader, Header, Recorder
 from forebay.runtime.supervisor import Child, Supervisor
@@ -44,7 +46,7 @@ from forebay.transport.messages import (
     ToScheduler,
     ToWorker,
 )
-from forebay.transport.zeromq import AddressInUse, ZmqHub
+from forebay.transport.zeromq import ZmqHub
 
 LONGEST_NAME = "4194304.sock"
 """A front door names its socket by its process id; the longest one must fit, and that is known before it starts."""
@@ -53,20 +55,37 @@ LONGEST_NAME = "4194304.sock"
 def serve(config: Path | None, port: int | None, journal: Path | None, ready_file: Path | None) -> int:
     """Runs the server until SIGTERM or SIGINT; returns the exit status."""
     log = logs.set_up("scheduler")
+    process: SchedulerProcess | None = None
     try:
-        configuration = parse({}, "no configuration", Path.cwd()) if config is None else load(config)
+        configuration = Configuration() if config is None else load(config)
+        if port is not None:
+            configuration = msgspec.structs.replace(
+                configuration, http=msgspec.structs.replace(configuration.http, port=port)
+            )
+        if ready_file is not None:
+            _check_ready_file(ready_file)
+        # Workers inherit it: each slab of a pool is an open file.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        process = SchedulerProcess(configuration, config, journal, ready_file, log)
+        return run(process.run())
     except ConfigurationError as error:
         log.error("the configuration cannot be used", error=str(error))
-        return 1
-    if port is not None:
-        configuration = msgspec.structs.replace(
-            configuration, http=msgspec.structs.replace(configuration.http, port=port)
-        )
-    try:
-        return run(SchedulerProcess(configuration, config, journal, ready_file, log).run())
-    except (RefusedAddress, AddressInUse, PermissionError) as error:
+    except (RefusedAddress, OSError) as error:
+        if process is not None and process.started:
+            raise
         log.error("cannot start", error=str(error))
-        return 1
+    return 1
+
+
+def _check_ready_file(path: Path) -> None:
+    """Raises OSError that names it where it could not be written."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise OSError(f"--ready-file {str(path)!r} cannot be written: there is no folder {str(folder)!r}; make it")
+    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "it is a folder" if path.is_dir() else f"user {os.getuid()} may not make files in {str(folder)!r}"
+        raise OSError(f"--ready-file {str(path)!r} cannot be written: {why}; name another file")
 
 
 class SchedulerProcess:
@@ -78,15 +97,14 @@ class SchedulerProcess:
         self._journal = journal
         self._ready_file = ready_file
         self._log = log
-        settings = CentralSettings(
+        self.started = False
+        self._settings = CentralSettings(
             tuple(Placement(model_spec(model), model.placement) for model in configuration.models),
             configuration.device_settings(os.cpu_count() or 1),
             configuration.queue_bound,
             configuration.timeouts.heartbeat,
             configuration.timeouts.silence,
         )
-        header = Header(PROTOCOL_VERSION, "central", CentralHeader(settings))
-        self._core: Recorder[CentralEvent, CentralCommand] = Recorder(CentralCore(settings), header, journal)
         self._peers: dict[int, str] = {}  # by process id, of this host's peers
         self._pids: dict[str, int] = {}
         self._problem: str | None = None
@@ -98,25 +116,37 @@ class SchedulerProcess:
         self._drained = asyncio.Event()
         self._hurry = asyncio.Event()
         on_signals(self._on_signal)
+        with contextlib.ExitStack() as undo:
+            self._open(undo)
+            self.started = True
+            self._log.info("the scheduler listens", endpoint=self._hub.endpoint, config=str(self._config or "none"))
+            try:
+                self._start_children()
+                self._tick(loop)
+                await failure.or_done(self._ended.wait())
+                await failure.or_done(self._drain())
+            finally:
+                await self._supervisor.stop(self._ask_to_stop, self._configuration.timeouts.stop)
+        self._log.info("the scheduler ended", problem=self._problem or "none")
+        return 0 if self._problem is None else 1
+
+    def _open(self, undo: contextlib.ExitStack) -> None:
+        """All that may fail before anything is started. Raises RefusedAddress, OSError."""
+        self._sockets = tempfile.mkdtemp(prefix="run-", dir=runtime_folder())
+        undo.callback(shutil.rmtree, self._sockets, ignore_errors=True)
+        check_endpoint(f"ipc://{self._sockets}/{LONGEST_NAME}")
         self._hub: ZmqHub[ToWorker | ToFrontDoor, ToScheduler] = ZmqHub(
             self._configuration.control_endpoint(), read_to_scheduler(), self._on_messages, self._on_unreadable
         )
-        self._sockets = tempfile.mkdtemp(prefix="run-", dir=runtime_folder())
-        check_endpoint(f"ipc://{self._sockets}/{LONGEST_NAME}")
+        undo.callback(self._hub.close)
+        # Only now: a second scheduler at this address must leave no trace among the journals of the first.
+        header = Header(PROTOCOL_VERSION, "central", CentralHeader(self._settings))
+        core = CentralCore(self._settings)
+        self._core: Recorder[CentralEvent, CentralCommand] = Recorder(core, header, self._journal)
+        undo.callback(self._core.close)
+        if self._ready_file is not None:
+            self._ready_file.unlink(missing_ok=True)  # of an earlier run
         self._supervisor = Supervisor(self._log, self._on_exit, self._on_hopeless)
-        self._log.info("the scheduler listens", endpoint=self._hub.endpoint, config=str(self._config or "none"))
-        try:
-            self._start_children()
-            self._tick(loop)
-            await failure.or_done(self._ended.wait())
-            await failure.or_done(self._drain())
-        finally:
-            await self._supervisor.stop(self._ask_to_stop, self._configuration.timeouts.stop)
-            self._hub.close()
-            self._core.close()
-            shutil.rmtree(self._sockets, ignore_errors=True)
-        self._log.info("the scheduler ended", problem=self._problem or "none")
-        return 0 if self._problem is None else 1
 
     def _start_children(self) -> None:
         http = self._configuration.http
@@ -127,6 +157,7 @@ class SchedulerProcess:
                 *("--scheduler", self._hub.endpoint, "--sockets", self._sockets),
                 *("--host", http.host, "--port", str(http.port)),
                 *("--grace", str(self._configuration.timeouts.stop * 0.6)),
+                *("--body-limit", str(parse_bytes(http.body_limit))),
                 *(("--config", str(self._config)) if self._config else ()),
             ],
         )

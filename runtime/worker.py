@@ -17,6 +17,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, metavar="DESCRIPTOR", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
 
+    if options.journal is not None:
+        from forebay.runtime.recording import prepare_folder
+
+        try:
+            prepare_folder(options.journal)
+        except OSError as error:
+            parser.error(f"argument --journal: {error}")
+
     from forebay.runtime.worker_process import work
 
     return work(options.gpu, options.scheduler, options.journal, options.parent)

@@ -189,20 +189,24 @@ class WorkerProcess:
             return self._end(EXIT_UNUSABLE, reason)
         if self._device is None:
             try:
-                self._device = open_device(self._gpu, settings)
-            except DeviceError as error:
+                self._device, self._core = self._open_device(settings)
+            except (DeviceError, OSError) as error:
                 self._log.error("the device cannot be opened", gpu=self._gpu, error=str(error))
                 return self._end(EXIT_UNUSABLE, str(error))
             self._settings = settings
-            lane = LaneSettings(
-                self._device.pool.capacity // settings.slab_bytes,
-                settings.slab_bytes,
-                settings.policy,
-                settings.prefix_cache,
-            )
-            header = Header(PROTOCOL_VERSION, f"lane-{self._gpu}-{os.getpid()}", lane)
-            self._core = Recorder(make_lane_core(lane), header, self._journal)
         self._log.info("joined", memory=self._device.pool.capacity, threads=settings.threads)
+
+    def _open_device(self, settings: DeviceSettings) -> tuple[Device, Recorder[LaneEvent, LaneCommand]]:
+        """The device and the core that decides for it. Raises DeviceError, OSError."""
+        device = open_device(self._gpu, settings)
+        try:
+            slabs = device.pool.capacity // settings.slab_bytes
+            lane = LaneSettings(slabs, settings.slab_bytes, settings.policy, settings.prefix_cache)
+            header = Header(PROTOCOL_VERSION, f"lane-{self._gpu}-{os.getpid()}", lane)
+            return device, Recorder(make_lane_core(lane), header, self._journal)
+        except BaseException:
+            device.close()
+            raise
 
     # Models --------------------------------------------------------------------------------------------------------
 

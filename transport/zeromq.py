@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
 
-from forebay.transport.addresses import check_endpoint
+from forebay.transport.addresses import RefusedAddress, check_endpoint, check_socket_path, is_answered
 from forebay.transport.channel import FromPeer, FromSource, Unreadable
 from forebay.transport.codec import Reader, Receiver, encode
 from forebay.transport.messages import Message
@@ -89,36 +90,59 @@ class _Socket:
 
 
 class _Bound:
-    """A lock beside a listening Unix socket: ZeroMQ would take over the address of a living process without a word."""
+    """A lock beside a listening Unix socket: ZeroMQ would take over the address of a living process without a word.
+    Socket and lock go when it is closed; what a killed process left of both is taken over."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        self._made: list[Path] = []
         self._lock: int | None = None
-        self._path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         check_endpoint(endpoint)
+        path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            if self._path is not None:
-                self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    self._path = None
-                    raise AddressInUse(
-                        f"another process listens at {endpoint}; stop it, or use another endpoint"
-                    ) from None
+            if path is not None:
+                check_socket_path(path)
+                self._take_lock(path.with_name(f"{path.name}.lock"), endpoint)
+                if is_answered(path):
+                    raise AddressInUse(f"another program listens at {endpoint}; stop it, or use another endpoint")
             try:
                 socket.bind(endpoint)
             except zmq.ZMQError as error:
                 raise AddressInUse(f"cannot listen at {endpoint}: {error.strerror or error}") from error
-            if self._path is not None:
-                self._path.chmod(0o600)
+            if path is not None:
+                self._made.insert(0, path)
+                path.chmod(0o600)
             undo.pop_all()
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def _take_lock(self, path: Path, endpoint: str) -> None:
+        while self._lock is None:
+            try:
+                lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            except OSError as error:
+                raise RefusedAddress(f"{endpoint} is refused: {path} cannot be made: {error.strerror}") from error
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, lock)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise AddressInUse(
+                        f"another process listens at {endpoint}; stop it, or use another endpoint"
+                    ) from None
+                status = os.fstat(lock)
+                if not stat.S_ISREG(status.st_mode) or status.st_size:
+                    raise RefusedAddress(f"{endpoint} is refused: {path} is no lock of ours; move it away")
+                # Whoever held it may have removed it between our opening and our locking.
+                if status.st_nlink:
+                    undo.pop_all()
+                    self._lock = lock
+                    self._made.append(path)
+
     def close(self) -> None:
+        for path in self._made:
+            path.unlink(missing_ok=True)
+        self._made.clear()
         if self._lock is not None:
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 

@@ -1,5 +1,6 @@
 """The configuration: bad values name their key, themselves and what is allowed; the document is the schema."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.fixture
 def raw(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "model").mkdir()
+    (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "model" / "config.json").write_text("{}")
     return {
         "devices": [{"device": "cpu:0"}, {"device": "cpu:1"}],
@@ -42,6 +44,31 @@ def change(raw: dict[str, Any], path: str, value: Any) -> None:
     [
         ("devices.0.device", "gpu:0", ["devices[0].device", "'gpu:0'", "cpu|cuda"]),
         ("devices.0.memory", "1 GB", ["devices[0].memory", "'1 GB'", "KiB, MiB, GiB"]),
+        ("devices.0.device", "cpu:0\n", ["devices[0].device", "control characters"]),
+        ("devices.0.device", "cpu:00", ["devices[0].device", "'cpu:00'"]),
+        ("devices.0.device", "cpu:10000", ["devices[0].device", "'cpu:10000'"]),
+        ("devices.0.device", "cpu:\N{ARABIC-INDIC DIGIT TWO}", ["devices[0].device", "cpu|cuda"]),
+        ("devices.0.device", " cpu:0", ["devices[0].device", "' cpu:0'"]),
+        *(
+            ("devices.0.memory", size, ["devices[0].memory", repr(size), "is no size"])
+            for size in (
+                "infGiB",
+                "nanGiB",
+                "1e400GiB",
+                "1e3MiB",
+                "",
+                "MiB",
+                "1_0MiB",
+                "1 M iB",
+                "\N{SUPERSCRIPT TWO}MiB",
+            )
+        ),
+        ("devices.0.memory", "65TiB", ["devices[0].memory", "'65TiB'", "at most 64 TiB"]),
+        ("devices.0.memory", 1 << 62, ["devices[0].memory", str(1 << 62), "at most 64 TiB"]),
+        ("devices.0.memory", "64TiB", ["devices[0].memory", "more than this machine has"]),
+        ("devices.0.slab", 4097, ["devices[0].slab", "4097", "no multiple of 4096"]),
+        ("devices.0.slab", 4096, ["devices[0].slab", "262144 slabs", "larger slabs"]),
+        ("devices.0.threads", 1025, ["devices[0].threads", "1025", "<= 1024"]),
         ("devices.0.memory", "1MiB", ["devices[0].memory", "'1MiB'", "less than one slab"]),
         ("devices.0.memory", -5, ["devices[0].memory", "-5", "more than 0"]),
         ("devices.1.device", "cpu:0", ["devices[].device", "'cpu:0' appears twice"]),
@@ -50,13 +77,39 @@ def change(raw: dict[str, Any], path: str, value: Any) -> None:
         ("models.0.placement", [], ["models[0].placement", "length >= 1"]),
         ("models.0.placement", ["cpu:0", "cpu:0"], ["models[0].placement", "twice"]),
         ("models.0.path", "nowhere", ["models[0].path", "nowhere", "config.json"]),
+        ("models.0.path", "~nosuchuser/x", ["models[0].path", "'~nosuchuser/x'", "no such user"]),
+        ("models.0.path", "circle", ["models[0].path", "circle"]),
+        ("models.0.path", "x" * 300, ["models[0].path", "File name too long"]),
+        ("models.0.path", "a\0b", ["models[0].path", r"'a\x00b'", "control characters"]),
+        ("models.0.name", "\ud800", ["models[0].name", r"'\ud800'", "half a character"]),
+        ("models.0.\udfff", 1, ["models[0]: the key", r"'\udfff'"]),
         ("models.0.dtype", "int3", ["models[0].dtype", "'int3'"]),
         ("models.0.popularity", 0, ["models[0].popularity", "> 0", "value is 0"]),
+        *(
+            (f"{section}.{key}", value, [key, repr(value), "no finite number"])
+            for section, key in (("models.0", "popularity"), ("timeouts", "drain"), ("timeouts", "heartbeat"))
+            for value in (math.inf, -math.inf, math.nan)
+        ),
+        ("models.0.popularity", 1e10, ["models[0].popularity", "<= 1000000000", "10000000000"]),
+        ("models.0.max_context", 1 << 25, ["models[0].max_context", "<= 16777216", str(1 << 25)]),
+        ("models.0.max_sequences", 1 << 17, ["models[0].max_sequences", "<= 65536"]),
+        ("models.0.step_tokens", 1 << 21, ["models[0].step_tokens", "<= 1048576"]),
+        ("models.0.step_tokens", True, ["models[0].step_tokens", "True"]),
         ("models.0.max_sequences", "many", ["models[0].max_sequences", "int", "'many'"]),
         ("models.0.step_tokens", 8, ["models[0].step_tokens", "8 is less than max_sequences (32)"]),
         ("http.host", "0.0.0.0", ["http.host", "'0.0.0.0'", "only loopback"]),
+        ("http.host", "[::1]", ["http.host", "'[::1]'", "::1"]),
+        ("http.host", "::1%lo", ["http.host", "'::1%lo'"]),
+        ("http.body_limit", "huge", ["http.body_limit", "'huge'", "KiB, MiB, GiB"]),
         ("http.port", 70000, ["http.port", "70000"]),
         ("endpoint", "tcp://0.0.0.0:5", ["endpoint", "refused", "loopback"]),
+        ("endpoint", "tcp://127.0.0.1:65536", ["endpoint", "'65536' is no port", "65535"]),
+        ("endpoint", "tcp://127.0.0.1:-1", ["endpoint", "'-1' is no port"]),
+        ("endpoint", "ipc:///no/such/folder/x.sock", ["endpoint", "/no/such/folder: No such file", "make it"]),
+        ("endpoint", "ipc:///dev/null/x.sock", ["endpoint", "/dev/null is no folder"]),
+        ("endpoint", "ipc:///etc/hostname", ["endpoint", "/etc/hostname is refused: there is a file"]),
+        ("queue_bound", 1 << 25, ["queue_bound", "<= 16777216"]),
+        ("timeouts.stop", 1e9, ["timeouts.stop", "<= 86400"]),
         ("queue_bound", 0, ["queue_bound", ">= 1"]),
         ("timeouts.silence", 1.5, ["timeouts.silence", "1.5 s", "two heartbeats"]),
         ("timeouts.drain", 0, ["timeouts.drain", "> 0"]),
@@ -83,13 +136,55 @@ def test_all_problems_are_told_at_once(raw: dict[str, Any], tmp_path: Path) -> N
     assert len(str(error.value).splitlines()) == 2
 
 
-@pytest.mark.parametrize(("content", "words"), [("a: [", "not YAML"), ("- 1", "Expected `object`"), (None, "read")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a: [", "not YAML"),
+        ("- 1", "Expected `object`"),
+        (None, "read"),
+        ("http:\n  port: 1\n  host: localhost\n  port: 2\n", "line 4: key 'port' is there already, in line 2"),
+        ("{queue_bound: 1, queue_bound: 1}", "line 1: key 'queue_bound' is there already, in line 1"),
+        ("endpoint: 2024-99-99", "line 1: '2024-99-99' is no timestamp"),
+        ("a: !!int x", "line 1: 'x' is no int"),
+        ("a: !!bool perhaps", "line 1: 'perhaps' is no bool"),
+        ("a: !!python/name:os.system x", "not YAML"),
+        (f"a: {'9' * 5000}", "line 1: '999"),
+        (f"queue_bound: 0x{'f' * 6000}", "queue_bound: 0xfff.* has 24000 bits"),
+        ("[" * 5000, "nested too deeply"),
+        ("#" * (1 << 20) + "\n", "larger than 1048576 bytes"),
+        ("models: &a [*a]", "models"),
+        ('a: "\\0"', "a: '.x00' holds control characters"),
+    ],
+)
 def test_a_file_that_is_no_configuration_says_so(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "x.yaml"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigurationError, match=words):
         load(path)
+
+
+def test_a_folder_a_device_or_another_encoding_is_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes("http: {}".encode("utf-16"))
+    for path, words in (
+        (tmp_path, "Is a directory"),
+        (Path("/dev/zero"), "larger than"),
+        (tmp_path / "x.yaml", "not YAML.*utf-8"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            load(path)
+
+
+def test_merged_sections_may_be_overridden(raw: dict[str, Any], tmp_path: Path) -> None:
+    """A merge key brings a second value for a key on purpose."""
+    (tmp_path / "x.yaml").write_text(
+        "models:\n"
+        "  - &first {name: a, path: model, placement: ['cpu:0']}\n"
+        "  - &second {<<: *first, name: b}\n"
+        "  - {<<: *second, name: c}\n"
+        "devices: [{device: 'cpu:0'}]\n"
+    )
+    assert [model.name for model in load(tmp_path / "x.yaml").models] == ["a", "b", "c"]
 
 
 def test_an_empty_file_is_the_coordinator_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 
 import msgpack
@@ -35,6 +36,80 @@ async def test_a_taken_tcp_port_is_refused() -> None:
     first.close()
 
 
+def plant(path: Path, kind: str) -> None:
+    match kind:
+        case "file":
+            path.write_text("precious")
+        case "folder":
+            path.mkdir()
+        case "link":
+            path.symlink_to(path.with_name("elsewhere"))
+        case _:
+            os.mkfifo(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "special file"])
+async def test_what_is_no_socket_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
+    """ZeroMQ alone deletes a file at the address that it is given."""
+    path = tmp_path / "hub"
+    plant(path, kind)
+    before = path.lstat()
+    with pytest.raises(RefusedAddress, match=f"hub is refused: there is a {kind}, no socket") as refused:
+        hub(f"ipc://{path}")
+    assert str(path) in str(refused.value)
+    assert path.lstat() == before
+    assert os.listdir(tmp_path) == ["hub"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "special file"])
+async def test_nor_is_anything_taken_for_a_lock_that_is_none(tmp_path: Path, kind: str) -> None:
+    lock = tmp_path / "hub.lock"
+    plant(lock, kind)
+    before = lock.lstat()
+    with pytest.raises(RefusedAddress, match=r"hub\.lock"):
+        hub(f"ipc://{tmp_path}/hub")
+    assert lock.lstat() == before
+    assert os.listdir(tmp_path) == ["hub.lock"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/no/such/folder/hub", "folder /no/such/folder: No such file or directory; make it"),
+        ("/dev/null/hub", "/dev/null is no folder"),
+        ("/proc/hub", "/proc"),
+        ("/dev/null/x/hub", "Not a directory"),
+    ],
+)
+async def test_a_place_where_no_socket_can_be_is_refused(path: str, words: str) -> None:
+    with pytest.raises(RefusedAddress, match=words):
+        hub(f"ipc://{path}")
+
+
+async def test_a_socket_of_another_program_is_not_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "hub"
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        with socket.socket(socket.AF_UNIX, kind) as other:
+            other.bind(str(path))
+            if kind == socket.SOCK_STREAM:
+                other.listen(1)
+            with pytest.raises(AddressInUse, match="another program listens at"):
+                hub(f"ipc://{path}")
+            assert os.listdir(tmp_path) == ["hub"]
+        path.unlink()
+
+
+async def test_what_a_killed_process_left_is_taken_over_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "hub"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    (tmp_path / "hub.lock").touch()
+    made = hub(f"ipc://{path}")
+    assert path.is_socket()
+    made.close()
+    assert os.listdir(tmp_path) == []
+
+
 async def test_only_the_owner_may_connect(tmp_path: Path) -> None:
     made = hub(f"ipc://{tmp_path}/hub")
     assert (tmp_path / "hub").stat().st_mode & 0o777 == 0o600
@@ -62,19 +137,50 @@ async def test_opening_and_closing_leaves_no_descriptor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["tcp://0.0.0.0:1", "tcp://*:5555", "tcp://192.168.1.2:1", "tcp://host:1", "udp://127.0.0.1:1", "x", ""]
+    "endpoint",
+    [
+        "tcp://0.0.0.0:1",
+        "tcp://[::1]:5",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1x:1",
+        "tcp://*:5555",
+        "tcp://192.168.1.2:1",
+        "tcp://host:1",
+        "udp://127.0.0.1:1",
+        "x",
+        "",
+    ],
 )
 def test_listening_beyond_ipc_and_loopback_is_refused(endpoint: str) -> None:
     with pytest.raises(RefusedAddress, match="allowed are ipc:///absolute/path and tcp:// on loopback"):
         check_endpoint(endpoint)
 
 
-@pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1:*", "tcp://[::1]:5", "tcp://localhost:5"])
+@pytest.mark.parametrize(
+    "endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1:*", "tcp://127.0.0.2:65535", "tcp://localhost:0"]
+)
 def test_ipc_and_loopback_are_allowed(endpoint: str) -> None:
     assert check_endpoint(endpoint) == endpoint
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example", ""])
+@pytest.mark.parametrize("port", ["65536", "99999999999", "-1", "+5", "0x10", "5 ", "", "\N{ARABIC-INDIC DIGIT TWO}"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    with pytest.raises(RefusedAddress, match="is no port; allowed are 0 to 65535"):
+        check_endpoint(f"tcp://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///a\0b", "ipc:///a\nb", "ipc:///\ud800", "tcp://127.0.0.1:5\n"])
+def test_characters_that_no_address_has_are_refused(endpoint: str) -> None:
+    with pytest.raises(RefusedAddress, match="cannot be printed"):
+        check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_http_on_loopback_is_allowed(host: str) -> None:
+    assert check_http_host(host) == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example", "", "[::1]", "::1%lo", "127.0.0.1\n"])
 def test_http_beyond_loopback_is_refused(host: str) -> None:
     with pytest.raises(RefusedAddress, match="only loopback is allowed"):
         check_http_host(host)
@@ -91,6 +197,16 @@ def test_a_runtime_folder_that_others_can_enter_is_refused(tmp_path: Path, monke
     runtime_folder().chmod(0o755)
     with pytest.raises(PermissionError, match="remove it, or set XDG_RUNTIME_DIR"):
         runtime_folder()
+
+
+@pytest.mark.parametrize("base", ["relative", "/dev/null", "/dev/null/x", "/proc/x"])
+def test_a_runtime_folder_that_cannot_be_is_refused_by_its_variables_name(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+    with pytest.raises(RefusedAddress, match="XDG_RUNTIME_DIR") as refused:
+        runtime_folder()
+    assert base in str(refused.value)
 
 
 SUBMIT = Submit(7, 1, "llm-0", b"\x01\x00\x00\x00", 1, Sampling(16, 0.5, 0.9, 3, 2, True))

@@ -1,0 +1,169 @@
+"""The schema of the configuration file: sections, their fields with bounds and meaning, and what a size is.
+docs/configuration.md is made from it.
+"""
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from forebay.sched.policy import ALIASES
+from forebay.transport.addresses import runtime_folder
+from forebay.transport.messages import DeviceSettings, ModelSpec
+
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Bytes = int | str
+
+UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+LARGEST_SIZE = 64 << 40
+"""Bytes; no device has more."""
+
+
+class ConfigurationError(ValueError):
+    """Names the file, the key, the value and what is allowed."""
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all sections: an unknown key is an error."""
+
+
+class DeviceSection(_Section, frozen=True):
+    """One device, and with it one worker process."""
+
+    device: Annotated[str, Meta(pattern=r"\A(cpu|cuda):(0|[1-9][0-9]{0,3})\Z", description="`cpu:N` or `cuda:N`")]
+    memory: Annotated[Bytes, Meta(description="capacity of the KV pool: bytes, or a number with KiB, MiB, GiB")] = (
+        "1GiB"
+    )
+    slab: Annotated[
+        Bytes, Meta(description="size of a slab, the piece in which pool memory changes hands: whole pages")
+    ] = "32MiB"
+    threads: Annotated[
+        int,
+        Meta(ge=0, le=1024, description="CPU threads of a step; 0: the cores divided by the configured CPU devices"),
+    ] = 0
+    spawn: Annotated[
+        bool, Meta(description="start a worker for it; `false`: you start one by hand, and it is told what to load")
+    ] = True
+
+
+class ModelSection(_Section, frozen=True):
+    """One model, under the name that requests use."""
+
+    name: Annotated[str, Meta(min_length=1, description="the `model` of requests")]
+    path: Annotated[
+        str, Meta(min_length=1, description="folder in Hugging Face's layout, relative to the configuration file")
+    ]
+    placement: Annotated[
+        tuple[str, ...],
+        Meta(min_length=1, description="devices that hold a replica each, for example `[cpu:0, cpu:1]`"),
+    ]
+    popularity: Annotated[
+        float,
+        Meta(gt=0, le=1e9, description="share of the requests that it is expected to get, relative to the others"),
+    ] = 1.0
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], Meta(description="type of weights, KV cache and arithmetic")
+    ] = "float32"
+    max_context: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 24,
+            description="tokens of prompt and answer together; 0: as many as the model was trained for",
+        ),
+    ] = 0
+    max_sequences: Annotated[int, Meta(ge=1, le=1 << 16, description="requests that run at once on one device")] = 32
+    step_tokens: Annotated[
+        int,
+        Meta(ge=1, le=1 << 20, description="tokens that one step computes; longer prompts are cut into such chunks"),
+    ] = 256
+
+
+class HttpSection(_Section, frozen=True):
+    """Where the front door listens."""
+
+    host: Annotated[str, Meta(description="loopback only: 127.0.0.1, ::1 or localhost")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8080
+    body_limit: Annotated[Bytes, Meta(description="largest body of a request; a larger one is answered 413")] = "4MiB"
+
+
+class TimeoutSection(_Section, frozen=True):
+    """Bounds in seconds."""
+
+    heartbeat: Annotated[Seconds, Meta(description="how often every process says that it lives")] = 1.0
+    silence: Annotated[Seconds, Meta(description="a process silent for so long is lost: its requests move")] = 10.0
+    drain: Annotated[Seconds, Meta(description="after SIGTERM, how long running requests may take to end")] = 30.0
+    stop: Annotated[Seconds, Meta(description="how long a process may take to end before it is killed")] = 5.0
+
+
+class Configuration(_Section, frozen=True):
+    """The whole file. Without a file: the coordinator alone, no devices and no models."""
+
+    devices: Annotated[tuple[DeviceSection, ...], Meta(description="one worker process each")] = ()
+    models: Annotated[tuple[ModelSection, ...], Meta(description="what is served")] = ()
+    http: Annotated[HttpSection, Meta(description="the front door")] = HttpSection()
+    timeouts: Annotated[TimeoutSection, Meta(description="bounds in seconds")] = TimeoutSection()
+    queue_bound: Annotated[
+        int,
+        Meta(
+            ge=1, le=1 << 24, description="requests of one model that may wait in the scheduler; more are answered 503"
+        ),
+    ] = 256
+    policy: Annotated[
+        Literal["adbs", "roundrobin", "temporal", "fcfs", "fix", "fix-adbs"],
+        Meta(
+            description="how models share a device: in turns with prefills and decodes side by side and memory quotas "
+            "that follow the load (`adbs`) or stay (`fix-adbs`); in turns (`roundrobin`), with fixed quotas (`fix`); "
+            "the oldest request's model alone (`temporal`, also called `fcfs`)"
+        ),
+    ] = "adbs"
+    prefix_cache: Annotated[
+        bool, Meta(description="keep the KV blocks of what was read and find them again by their text")
+    ] = True
+    endpoint: Annotated[
+        str, Meta(description="where workers join: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; empty: see the log line")
+    ] = ""
+
+    def device_settings(self, cores: int) -> dict[str, DeviceSettings]:
+        """By device name; `cores` of this machine are divided among CPU devices that name no thread count."""
+        cpus = sum(section.device.startswith("cpu:") for section in self.devices)
+        return {
+            section.device: DeviceSettings(
+                parse_bytes(section.memory),
+                parse_bytes(section.slab),
+                section.threads or max(1, cores // max(1, cpus)),
+                ALIASES.get(self.policy, self.policy),
+                self.prefix_cache,
+            )
+            for section in self.devices
+        }
+
+    def control_endpoint(self) -> str:
+        return self.endpoint or f"ipc://{runtime_folder()}/scheduler.sock"
+
+
+def model_spec(section: ModelSection) -> ModelSpec:
+    return ModelSpec(
+        section.name,
+        section.path,
+        section.dtype,
+        section.max_context,
+        section.max_sequences,
+        section.step_tokens,
+        section.popularity,
+    )
+
+
+def parse_bytes(value: Bytes) -> int:
+    """Raises ValueError that says what is allowed."""
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([A-Za-z]*)", value)
+        if match is None or match[2] not in UNITS:
+            raise ValueError(f"{value!r} is no size: write bytes, or a number with one of {', '.join(UNITS)[2:]}")
+        size = int(float(match[1]) * UNITS[match[2]])
+    if not 0 < size <= LARGEST_SIZE:
+        raise ValueError(f"{value!r} is no size: it must be more than 0 bytes, and at most {LARGEST_SIZE >> 40} TiB")
+    return size
