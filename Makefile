@@ -1,17 +1,18 @@
 # Everything runs in .venv, which `make setup` fills from pinned versions and every target reuses.
 #
 #   make demo    the main job: serves three models on two CPU devices, replays a workload, prints the latencies
-#   make serve   the same server, left running (Ctrl-C ends it)
+#   make serve   the same server, left running (Ctrl-C ends it); PORT=8099 listens there instead of at http.port
 #   make check   format, lint, types, import table, fast tests: under 2 minutes
 #   make test    make check, then everything
 #
 # TORCH_INDEX=URL takes torch from another package index. Without a GPU you want PyTorch's own index of CPU builds (its
 # installation page names it): the default one brings CUDA with it, gigabytes that a CPU never uses.
-# PYTHON=python3.12 chooses the interpreter (3.11 or newer).
+# PYTHON=python3.12 chooses the interpreter (3.11 or newer), CONFIG=my.yaml what `make demo` and `make serve` run.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 CONFIG ?= examples/cpu.yaml
+PORT ?=
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2-135m-instruct
@@ -46,13 +47,13 @@ demo: model
 	$(BIN)/python -m forebay.bench.demo $(CONFIG) --output demo
 
 serve: model
-	$(BIN)/python -m forebay.runtime.scheduler $(CONFIG)
+	$(BIN)/python -m forebay.runtime.scheduler $(CONFIG) $(if $(PORT),--port $(PORT))
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m 'not model and not system'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not model and not system'
 
 test: check model
 	$(BIN)/python -m pytest -q -m 'model or system'

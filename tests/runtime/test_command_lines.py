@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,16 @@ def test_a_port_that_is_none(port: str) -> None:
         assert "Traceback" not in ended.stderr
 
 
-def cannot_start(folder: Path, *arguments: str, **environment: str) -> str:
+def cannot_start(*arguments: str, **environment: str) -> str:
     """The error of the scheduler's one log line; nothing of it is left."""
-    runtime = folder / "runtime"
-    ended = run("runtime.scheduler", "--port", "0", *arguments, **{"XDG_RUNTIME_DIR": str(runtime), **environment})
-    (line,) = ended.stderr.splitlines()
-    said = json.loads(line)
-    assert (ended.returncode, said["event"]) == (1, "cannot start")
-    assert not [path for path in runtime.rglob("*") if path.is_file() or path.is_socket()]
-    assert not list(runtime.rglob("run-*"))
+    with tempfile.TemporaryDirectory(prefix="fb-") as folder:  # pytest's own are too long for a Unix socket's address
+        runtime = Path(folder, "runtime")
+        ended = run("runtime.scheduler", "--port", "0", *arguments, **{"XDG_RUNTIME_DIR": str(runtime), **environment})
+        (line,) = ended.stderr.splitlines()
+        said = json.loads(line)
+        assert (ended.returncode, said["event"]) == (1, "cannot start")
+        assert not [path for path in runtime.rglob("*") if path.is_file() or path.is_socket()]
+        assert not list(runtime.rglob("run-*"))
     return str(said["error"])
 
 
@@ -62,7 +64,7 @@ def cannot_start(folder: Path, *arguments: str, **environment: str) -> str:
 def test_a_place_that_cannot_be_written(tmp_path: Path, option: str, value: str, words: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    error = cannot_start(tmp_path, option, str(tmp_path / value))
+    error = cannot_start(option, str(tmp_path / value))
     assert str(tmp_path / value) in error
     assert words in error
 
@@ -77,7 +79,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, option: str, value: str,
 )
 def test_an_unusable_runtime_folder(tmp_path: Path, base: str, words: str) -> None:
     try:
-        assert words in cannot_start(tmp_path, XDG_RUNTIME_DIR=base)
+        assert words in cannot_start(XDG_RUNTIME_DIR=base)
     finally:
         if base.startswith("/tmp/"):
             Path(base, "forebay").rmdir()
@@ -107,7 +109,7 @@ async def test_a_second_scheduler_leaves_the_files_of_the_first_alone(tmp_path: 
     (tmp_path / "x.yaml").write_text(f"endpoint: {endpoint}\n")
     try:
         arguments = (str(tmp_path / "x.yaml"), "--ready-file", str(ready), "--journal", str(journals))
-        assert "another process listens at" in cannot_start(tmp_path, *arguments)
+        assert "another process listens at" in cannot_start(*arguments)
     finally:
         first.close()
     assert ready.read_text() == "of the first"
