@@ -94,11 +94,22 @@ def cut_to_speed(workload: Workload, baseline: Baseline, devices: int) -> Worklo
     return workload
 
 
+def describe_cut(kept: int, requests: int, devices: int) -> str:
+    """How many of `requests` are replayed, and why not all."""
+    if kept == requests:
+        return f"all {requests} requests are replayed"
+    where = f"{devices} devices" if devices > 1 else "one device"
+    return (
+        f"{kept} of {requests} requests are replayed: what {where} of the speed just measured can do in "
+        f"{LONGEST_S:g} s, one request after the other"
+    )
+
+
 async def demonstrate(
     config: Path, folder: Path, requests: int, command: Sequence[str], progress: ProgressDisplay, stop: asyncio.Event
 ) -> Result:
-    """Starts the server of `config`, replays a workload, stops the server. Files go to `folder`. Raises BenchError;
-    however it ends, the server and all its processes have ended."""
+    """Starts the server of `config`, replays a workload, stops the server. Files go to `folder`, among them the
+    workload as it is replayed. Raises BenchError; however it ends, the server and all its processes have ended."""
     configuration = _prepare(config, folder)
     # Running requests may end (drain), then front door and workers (stop) before the scheduler itself does.
     stop_s = configuration.timeouts.drain + 2 * configuration.timeouts.stop + 5
@@ -111,11 +122,17 @@ async def demonstrate(
         finally:
             await asyncio.wait([generating])
         progress.update(1, f"ready at {url} after {time.monotonic() - begin:.1f} s", last=True)
-        workload = generating.result()
-        write_workload(folder / "workload.json", workload)
-        devices = len(configuration.devices)
-        plan = Plan(base_url=url, workload=workload, origin=str(folder / "workload.json"), command=command)
-        report = await measure(plan, progress, stop, lambda whole, speed: cut_to_speed(whole, speed, devices))
+        workload_path, devices = folder / "workload.json", len(configuration.devices)
+
+        def adapt(whole: Workload, baseline: Baseline) -> Workload:
+            kept = cut_to_speed(whole, baseline, devices)
+            write_workload(workload_path, kept)
+            progress.start("workload", None)
+            progress.update(1, describe_cut(len(kept.requests), len(whole.requests), devices), last=True)
+            return kept
+
+        plan = Plan(base_url=url, workload=generating.result(), origin=str(workload_path), command=command)
+        report = await measure(plan, progress, stop, adapt)
         progress.start("server", None)
         progress.update(0, "stopping")
         await server.stop()

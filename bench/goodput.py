@@ -30,7 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
         "requests at every rate, so it must be long: a short one is over before a queue has grown.",
     )
     parser.add_argument("workload", type=Path, nargs="?", metavar="WORKLOAD", help="file of python -m bench.workload")
-    parser.add_argument("--base-url", required=True, metavar="URL", help="such as http://127.0.0.1:8080")
+    parser.add_argument(
+        "--base-url", type=options.base_url, required=True, metavar="URL", help="such as http://127.0.0.1:8080"
+    )
     parser.add_argument(
         "--scale", type=options.positive_float, default=5.0, metavar="S", help="of the SLO (%(default)g)"
     )

@@ -1,7 +1,8 @@
 """models.yaml: which models a workload is for, how often each is asked, on what cluster."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -27,14 +28,26 @@ class ModelLoad(msgspec.Struct, frozen=True):
     avg_output_len: Positive | None = None
 
 
+KNOWN: dict[str, frozenset[str]] = {
+    "": frozenset(("models", "cluster", "avg_prompt_len", "avg_output_len")),
+    "cluster": frozenset(Cluster.__struct_fields__),
+    "models[]": frozenset(ModelLoad.__struct_fields__),
+}
+"""Keys by section, ours and MuxServe's: its placement search writes the averages of all models at the top."""
+
+
 class ModelsFile(msgspec.Struct, frozen=True):
     models: Annotated[list[ModelLoad], msgspec.Meta(min_length=1)]
     cluster: Cluster | None = None
 
 
-def read_models_file(path: Path) -> ModelsFile:
-    """Reads and checks a file. Raises BenchError that names file, key and what is allowed."""
-    models_file = typed(read_yaml(path, "models file"), ModelsFile, path, "models file")
+def read_models_file(path: Path, tell: Callable[[str], None] = lambda line: None) -> ModelsFile:
+    """Reads and checks a file; `tell` gets a line for each key that is not known and so passed over. Raises BenchError
+    that names file, key and what is allowed."""
+    raw = read_yaml(path, "models file")
+    for line in _unknown(raw):
+        tell(f"models file {path}: {line}")
+    models_file = typed(raw, ModelsFile, path, "models file")
     names = [model.name for model in models_file.models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -42,3 +55,17 @@ def read_models_file(path: Path) -> ModelsFile:
     if not any(model.rate > 0 for model in models_file.models):
         raise BenchError(f"models file {path}: models: every rate is 0; at least one must be above 0")
     return models_file
+
+
+def _unknown(raw: Any) -> Iterator[str]:
+    if not isinstance(raw, dict):
+        return
+    models = raw.get("models")
+    sections = [("", raw, ""), ("cluster", raw.get("cluster"), "cluster.")]
+    if isinstance(models, list):
+        sections += [("models[]", model, f"models[{index}].") for index, model in enumerate(models)]
+    for section, content, prefix in sections:
+        for key in content if isinstance(content, dict) else ():
+            if key not in KNOWN[section]:
+                known = ", ".join(sorted(KNOWN[section]))
+                yield f"{prefix}{key}: is not known and passed over; known here: {known}"

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from forebay.bench.errors import BenchError
 
@@ -38,6 +39,23 @@ def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a port from 0 to 65535 is")
     return int(text)
+
+
+def base_url(text: str) -> str:
+    """Where a server answers: a scheme and a host, and usually a port."""
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} lacks its scheme; http://{text} is allowed")
+    if scheme not in ("http", "https"):
+        raise argparse.ArgumentTypeError(f"{text!r} begins with {scheme}://; http:// and https:// are allowed")
+    try:
+        parts = urlsplit(text)
+        usable = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(f"{text!r} has no usable host and port; {scheme}://127.0.0.1:8080 is allowed")
+    return text
 
 
 def share(text: str) -> float:

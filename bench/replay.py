@@ -27,7 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
         "at its arrival time, whether or not others have finished. Exits with 1 if any request failed.",
     )
     parser.add_argument("workload", type=Path, metavar="WORKLOAD", help="file of python -m bench.workload")
-    parser.add_argument("--base-url", required=True, metavar="URL", help="such as http://127.0.0.1:8080")
+    parser.add_argument(
+        "--base-url", type=options.base_url, required=True, metavar="URL", help="such as http://127.0.0.1:8080"
+    )
     parser.add_argument("--output", type=Path, default=Path("report.json"), help="report to write (%(default)s)")
     parser.add_argument(
         "--baseline", type=Path, metavar="FILE", help="what requests take alone; measured first where not given"

@@ -13,6 +13,7 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from forebay.bench.baseline import Baseline
 from forebay.bench.client import Outcome
@@ -150,31 +151,26 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Latencies, then the SLO attainment, a line for each model and one for all."""
-    rows = [*sorted(report.models.items()), ("all", report.total)]
-    latencies = Table(box=box.SIMPLE_HEAD, title="Latency (p50 / p90 / p99)")
-    latencies.add_column("model")
-    for name in ("requests", "failed", "TTFT s", "TPOT ms", "latency s", "tokens/s", "cached %"):
-        latencies.add_column(name, justify="right", no_wrap=True)
+    """Requests, latencies, then the SLO attainment, a line for each model and one for all. Fits 80 columns; a model's
+    name that does not is broken, never cut."""
+    rows = [(Text(name), group) for name, group in [*sorted(report.models.items()), ("all", report.total)]]
+    requests = _table("Requests", ("requests", "failed", "tokens/s", "cached %"))
+    latencies = _table("Latency (p50 / p90 / p99)", ("TTFT s", "TPOT ms", "latency s"))
     for name, group in rows:
-        latencies.add_row(
+        requests.add_row(
             name,
             str(group.requests),
             str(group.failed),
-            _cells(group.ttft_s),
-            _cells(group.tpot_s, unit=1e-3, digits=1),
-            _cells(group.latency_s),
-            "-" if group.output_tokens_per_s is None else f"{group.output_tokens_per_s:.1f}",
+            _number(group.output_tokens_per_s),
             _percent(group.prefix_cache_hit_rate),
         )
+        latencies.add_row(name, _cells(group.ttft_s), _cells(group.tpot_s, unit=1e-3), _cells(group.latency_s))
+    console.print(requests)
     console.print(latencies)
     scales = list(report.total.slo_attainment)
     for begin in range(0, len(scales), SCALES_A_TABLE):
-        attainment = Table(box=box.SIMPLE_HEAD, title="SLO attainment (% of requests) by scale" if begin == 0 else None)
-        attainment.add_column("model")
         shown = scales[begin : begin + SCALES_A_TABLE]
-        for scale in shown:
-            attainment.add_column(scale, justify="right", no_wrap=True)
+        attainment = _table("SLO attainment (% of requests) by scale" if begin == 0 else None, shown, padding=0)
         for name, group in rows:
             attainment.add_row(name, *(_percent(group.slo_attainment[scale]) for scale in shown))
         console.print(attainment)
@@ -184,13 +180,29 @@ def print_report(report: Report, console: Console) -> None:
             console.print(f"  {count} {kind}, first: {report.errors[kind]}", highlight=False, markup=False)
 
 
+def _table(title: str | None, numbers: Sequence[str], padding: int = 1) -> Table:
+    """A column for the model, whose name may be folded, and one for each of `numbers`, which stay whole."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, padding=(0, padding))
+    table.add_column("model", overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-def _cells(summary: Summary, unit: float = 1.0, digits: int = 2) -> str:
+def _number(value: float | None) -> str:
+    """Three significant digits, at most two of them behind the point."""
+    if value is None:
+        return "-"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def _cells(summary: Summary, unit: float = 1.0) -> str:
     values = (summary.p50, summary.p90, summary.p99)
-    return " / ".join("-" if value is None else f"{value / unit:.{digits}f}" for value in values)
+    return " / ".join(_number(None if value is None else value / unit) for value in values)
 
 
 def commit_of(folder: Path) -> str | None:

@@ -31,6 +31,7 @@ from forebay.transport.messages import (
     Cancel,
     Ended,
     Finished,
+    Heartbeat,
     Join,
     Load,
     ModelReady,
@@ -167,6 +168,7 @@ async def _work(endpoint: str, streams: int, rate: float, tokens: int, words: li
         )
         (feed,) = feeds.values()
         feed.send(step)
+        link.send(Heartbeat())
     for request in list(running):
         feed.send(Finished(request, 0, "length"))
         link.send(Ended(request, 0, "length", tokens))

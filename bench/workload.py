@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.workload",
         description="Writes a workload (MuxServe's JSON form) for python -m bench.replay: generated arrivals for the "
-        "models of MODELS_YAML, or a trace spread over models.",
+        "models of MODELS_YAML, or a trace spread over models. Generated arrivals need --duration or --num-requests.",
     )
     parser.add_argument("models_yaml", type=Path, nargs="?", metavar="MODELS_YAML", help="models and their rates")
     parser.add_argument("--output", type=Path, default=Path("workload.json"), help="file to write (%(default)s)")
@@ -47,9 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--duration",
         type=options.positive_float,
         metavar="S",
-        help="seconds of arrivals; of a trace its own seconds",
+        help="seconds of arrivals; this or --num-requests is needed, except for a trace, of which it takes the first S "
+        "of its own seconds",
     )
-    parser.add_argument("--num-requests", type=options.positive_int, metavar="N", help="instead of --duration")
+    parser.add_argument("--num-requests", type=options.positive_int, metavar="N", help="as many, instead of --duration")
     parser.add_argument("--max-prompt", type=options.positive_int, metavar="TOKENS", help="longest prompt")
     parser.add_argument("--max-output", type=options.positive_int, metavar="TOKENS", help="longest output")
 

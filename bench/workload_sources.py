@@ -2,6 +2,7 @@
 with what, and the workload of a trace."""
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def convert_trace(arguments: argparse.Namespace, vocabulary: Vocabulary) -> Work
 def model_loads(arguments: argparse.Namespace) -> list[ModelLoad]:
     """The models of a generated workload, with their rates. Raises BenchError."""
     if arguments.models is None:
-        models = read_models_file(arguments.models_yaml).models
+        models = read_models_file(arguments.models_yaml, _warn).models
     else:
         models = [ModelLoad(name, weight) for name, weight in arguments.models]
     rates = [model.rate for model in models]
@@ -198,6 +199,10 @@ def model_loads(arguments: argparse.Namespace) -> list[ModelLoad]:
         ModelLoad(model.name, rate, model.model, model.avg_prompt_len, model.avg_output_len)
         for model, rate in zip(models, rates, strict=True)
     ]
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def rate_courses(models: Sequence[ModelLoad], arguments: argparse.Namespace) -> list[Rate]:
