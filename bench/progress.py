@@ -63,8 +63,8 @@ class ProgressDisplay:
             self._task = self._bar.add_task(title, total=total, detail="", counted=total is not None)
 
     def update(self, done: int, detail: str, *, last: bool = False) -> None:
-        """`done` parts of the activity. The `last` update ends it, and what comes later is not shown. Plain lines come at
-        most every LINE_INTERVAL_S, and always the last one."""
+        """`done` parts of the activity. The `last` update ends it, and what comes later is not shown. Plain lines come
+        at most every LINE_INTERVAL_S, and always the last one."""
         if self._bar is not None:
             if self._task is not None:
                 self._bar.update(self._task, completed=done, detail=detail)

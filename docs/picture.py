@@ -1,6 +1,8 @@
 """Draws docs/forebay.svg, the picture of the README: `python docs/picture.py > docs/forebay.svg`."""
 
 BOX = '<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" class="{kind}"/>'
+TOP = 304
+"""Where the row of workers begins."""
 TEXT = '<text x="{x}" y="{y}" class="{kind}">{text}</text>'
 
 
@@ -19,13 +21,13 @@ def label(x: int, y: int, text: str, kind: str) -> str:
 
 
 def worker(x: int, gpu: str, models: list[str]) -> str:
-    parts = [box(x, 262, 300, 176, f"worker · {gpu}", ["lane core: batches, chunks, one step ahead"])]
+    parts = [box(x, TOP, 300, 176, f"worker · {gpu}", ["lane core: batches, chunks, one step ahead"])]
     for index, model in enumerate(models):
-        parts.append(BOX.format(x=x + 14 + 92 * index, y=322, w=84, h=30, kind="model"))
-        parts.append(TEXT.format(x=x + 30 + 92 * index, y=342, kind="line", text=model))
-    parts.append(BOX.format(x=x + 14, y=366, w=272, h=56, kind="pool"))
-    parts.append(TEXT.format(x=x + 26, y=386, kind="line", text="one pool of slabs, cut into all-layer KV"))
-    parts.append(TEXT.format(x=x + 26, y=404, kind="line", text="blocks; models of any shape share it"))
+        parts.append(BOX.format(x=x + 14 + 92 * index, y=TOP + 60, w=84, h=30, kind="model"))
+        parts.append(TEXT.format(x=x + 30 + 92 * index, y=TOP + 80, kind="line", text=model))
+    parts.append(BOX.format(x=x + 14, y=TOP + 104, w=272, h=56, kind="pool"))
+    parts.append(TEXT.format(x=x + 26, y=TOP + 124, kind="line", text="one pool of slabs, cut into all-layer KV"))
+    parts.append(TEXT.format(x=x + 26, y=TOP + 142, kind="line", text="blocks; models of any shape share it"))
     return "\n".join(parts)
 
 
@@ -39,12 +41,13 @@ def picture() -> str:
         arrow("M190 122 H242", "control"), arrow("M246 148 H194", "tokens"),
         arrow("M496 112 H602", "control"), label(512, 102, "submit, abort", "control"),
         arrow("M606 148 H500", "control"), label(520, 166, "interrupted", "control"),
-        arrow("M640 208 C640 236 500 228 480 258", "control"), arrow("M730 208 V258", "control"),
-        label(742, 240, "load, start, cancel", "control"),
-        arrow("M330 262 V212", "tokens"), label(182, 240, "tokens, a frame a step", "tokens"),
-        arrow("M640 262 C620 236 470 240 420 212", "tokens"),
+        arrow("M622 208 C614 262 486 236 478 300", "control"), arrow("M548 304 C556 262 654 278 660 212", "control"),
+        arrow("M694 208 V300", "control"), label(703, 258, "load, start, cancel", "control"),
+        arrow("M828 304 V212", "control"), label(837, 258, "started, ended", "control"),
+        arrow("M330 304 V212", "tokens"), label(182, 262, "tokens, a frame a step", "tokens"),
+        arrow("M640 304 C620 262 440 272 420 212", "tokens"),
     ]  # fmt: skip
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 930 458" font-family="system-ui, sans-serif" role="img"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 950 500" font-family="system-ui, sans-serif" role="img"
  aria-label="Clients talk to the front door, the front door and the workers to the scheduler; tokens go straight from the workers to the front door">
 <style>
 .process {{ fill: #f4f7fb; stroke: #41618c; stroke-width: 1.5 }}
@@ -59,7 +62,7 @@ text.control {{ fill: #41618c }} text.tokens {{ fill: #22705c }}
 <marker id="control" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8 z" style="fill:#41618c"/></marker>
 <marker id="tokens" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="5" markerHeight="5" orient="auto"><path d="M0 0 L8 4 L0 8 z" style="fill:#2b8a72"/></marker>
 </defs>
-<rect width="930" height="458" fill="#ffffff"/>
+<rect width="950" height="500" fill="#ffffff"/>
 <text x="20" y="34" style="font-size:18px;font-weight:600;fill:#1d2733">Forebay: several models, a few devices, real processes</text>
 {chr(10).join(body)}
 </svg>"""

@@ -57,7 +57,7 @@ def test_what_apps_and_light_processes_link_needs_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("folder", ["runtime", "bench"])
+@pytest.mark.parametrize("folder", TABLE)
 def test_a_module_that_is_run_holds_no_state_and_no_types(folder: str) -> None:
     # It would be imported a second time, under another name, by whoever else uses it.
     for path in (ROOT / folder).glob("*.py"):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from forebay import __version__
+
 COMMAND = Path(sys.executable).with_name("forebay")
 
 
@@ -14,10 +16,12 @@ COMMAND = Path(sys.executable).with_name("forebay")
     [
         (["--help"], 0, "joins a scheduler"),
         ([], 2, "usage: forebay COMMAND"),
-        (["serve"], 2, "there is no command 'serve' (there is: scheduler, worker, journal)"),
+        (["serve"], 2, "there is no command 'serve' (there is: scheduler, worker, convert, journal)"),
+        (["--version"], 0, f"forebay {__version__}\n"),
         (["scheduler", "--help"], 0, "--ready-file"),
         (["worker", "--help"], 0, "--gpu"),
         (["worker"], 2, "--gpu"),
+        (["convert", "--help"], 0, "--gguf"),
         (["journal", "/nonexistent"], 1, "No such file"),
     ],
 )

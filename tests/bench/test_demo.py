@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from forebay.bench import demo
 from forebay.bench.baseline import Baseline, ModelBaseline
-from forebay.bench.demonstration import LONGEST_S, chat_workload, cut_to_speed
+from forebay.bench.demonstration import LONGEST_S, chat_workload, cut_to_speed, describe_cut
 from forebay.bench.server_process import MARK
 from forebay.bench.workload_file import Workload, read_workload
 from forebay.runtime.config import ModelSection
@@ -35,6 +35,15 @@ def test_slow_servers_get_fewer_requests(make_workload: Callable[[Sequence[Reque
     assert kept(0.1, 2) == 40
     assert kept(0.125, 1) == 20
     assert kept(1000, 1) == 1
+
+
+def test_people_are_told_how_much_is_replayed_and_why() -> None:
+    assert describe_cut(80, 80, 2) == "all 80 requests are replayed"
+    cut = (
+        "43 of 80 requests are replayed: what {} of the speed just measured can do in 75 s, one request after the other"
+    )
+    assert describe_cut(43, 80, 2) == cut.format("2 devices")
+    assert describe_cut(43, 80, 1) == cut.format("one device")
 
 
 def test_configuration_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +126,10 @@ def test_the_whole_demo(configuration: Path, tmp_path: Path) -> None:
     assert survivors(mark) == []
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["total"]["requests"], report["total"]["completed"], report["total"]["failed"]) == (8, 8, 0)
-    assert set(report["models"]) == {r.model_name for r in read_workload(tmp_path / "out" / "workload.json").requests}
+    replayed = read_workload(tmp_path / "out" / "workload.json")
+    assert len(replayed.requests) == report["total"]["requests"]
+    assert set(report["models"]) == set(replayed.models)
+    assert "workload: all 8 requests are replayed" in errors
     assert report["baseline"]["models"]["llm-0"]["decode_step_s"] > 0
     assert "TTFT s" in output
     assert "server: ended with status 0" in errors

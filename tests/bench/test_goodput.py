@@ -177,9 +177,9 @@ def test_command_stops_at_a_signal_and_keeps_its_probes(server: str, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--base-url", "u"], "exactly one of WORKLOAD and --"),
-        (["w.json", "--base-url", "u", "--", "--duration", "3"], "exactly one of WORKLOAD and --"),
-        (["w.json", "--base-url", "u", "--target", "1.5"], "a share above 0 and at most 1"),
+        (["--base-url", "http://u"], "exactly one of WORKLOAD and --"),
+        (["w.json", "--base-url", "http://u", "--", "--duration", "3"], "exactly one of WORKLOAD and --"),
+        (["w.json", "--base-url", "http://u", "--target", "1.5"], "a share above 0 and at most 1"),
         (["w.json"], "--base-url"),
     ],
 )

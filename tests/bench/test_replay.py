@@ -333,7 +333,7 @@ def test_a_terminal_gets_a_bar(server: str, files: Files) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["w.json"], "--base-url"), (["w.json", "--base-url", "u", "--scales", "1,0"], "'0' is not allowed")],
+    [(["w.json"], "--base-url"), (["w.json", "--base-url", "http://u", "--scales", "1,0"], "'0' is not allowed")],
 )
 def test_usage_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

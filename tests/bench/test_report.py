@@ -131,6 +131,32 @@ def test_many_scales_are_printed_in_tables_that_fit_a_terminal() -> None:
     assert shares[-20:] == [f"{100 * share:.1f}" for share in report.total.slo_attainment.values() if share is not None]
 
 
+def test_tables_can_be_read_at_80_columns() -> None:
+    long_name = "meta-llama/Llama-3.1-8B-Instruct [fp16]"
+    outcomes = [outcome("a", 12.3 * index, 123 * index + 1) for index in range(1, 11)]
+    scales = [float(scale) for scale in range(1, 21)]
+    slow = summarize(outcomes, BASELINE, scales, 10)
+    all_met = dict.fromkeys(slow.slo_attainment, 1.0)
+    group = msgspec.structs.replace(slow, slo_attainment=all_met, requests=123456, prefix_cache_hit_rate=0.987)
+    report = msgspec.structs.replace(make_report([]), models={"llm-0": group, long_name: group}, total=group)
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=80))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in stream.getvalue()
+    for model in ("llm-0", "all"):
+        cells = [" ".join(line.split()[1:]) for line in lines if line.split()[:1] == [model]]
+        assert cells == [
+            "123456 0 10.0 98.7",
+            "67.7 / 112 / 122 67761 / 112041 / 122004 678 / 1120 / 1220",
+            " ".join(["100.0"] * 10),
+            " ".join(["100.0"] * 10),
+        ]
+    # A name that is too long goes on in the next lines.
+    column = "".join(line[:30].split("  ")[1].strip() for line in lines if line.startswith("  ") and line[2] != " ")
+    assert long_name.replace(" ", "") in column.replace(" ", "")
+
+
 def test_report_is_written_whole_into_a_new_folder(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
     write_report(path, make_report([failed("a")]))
@@ -152,3 +178,8 @@ def test_commit(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == head
     (tmp_path / "file").touch()
     assert commit_of(tmp_path) == f"{head}-dirty"
+    # What the repository says to ignore is no difference from the commit.
+    (tmp_path / ".git" / "info" / "exclude").write_text("/file\n/plots/\n")
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "ttft.png").touch()
+    assert commit_of(tmp_path) == head
