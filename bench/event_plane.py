@@ -26,6 +26,7 @@ from forebay.transport.codec import read_to_front_door, read_to_scheduler, read_
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Concluded,
     DeviceSettings,
     Ended,
     Join,
@@ -255,6 +256,7 @@ async def _play_requests(endpoint: str) -> None:
                 case Start(request, epoch):
                     worker.send(Started(request, epoch))
                     worker.send(Ended(request, epoch, "length", 16))
+                    door.send(Concluded(request))
                     submit()
                 case _:
                     pass

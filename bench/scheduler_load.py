@@ -1,7 +1,7 @@
 """The scheduler alone: its socket, its codec and its core, under many workers and a steady rate of events.
 
-A request makes three events (Submit, Started, Ended) and one command (Start). Besides, a probe asks for an answer a
-hundred times a second: its round trip holds all the waiting that a burst of other events causes.
+A request makes four events (Submit, Started, Ended, Concluded) and one command (Start). Besides, a probe asks for an
+answer a hundred times a second: its round trip holds all the waiting that a burst of other events causes.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from forebay.sched.central_events import CentralSettings, Placement, Received, S
 from forebay.transport.codec import read_to_front_door, read_to_scheduler, read_to_worker
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
+    Concluded,
     DeviceSettings,
     Ended,
     Join,
@@ -43,7 +44,7 @@ from forebay.transport.zeromq import ZmqHub, ZmqLink
 
 REPLICAS = 4
 """Workers that hold a model; as many models as fill all workers."""
-EVENTS_A_REQUEST = 3
+EVENTS_A_REQUEST = 4
 TURN_S = 0.002
 SERVICE_S = 0.05
 """How long a fake worker runs a request."""
@@ -223,6 +224,7 @@ async def _play(endpoint: str, workers: int, models: list[str], rate: float) -> 
         while running and running[0][0] <= loop.time():
             _, worker, request = running.popleft()
             worker.send(Ended(request, 0, "length", 16))
+            door.send(Concluded(request))
         await asyncio.sleep(TURN_S)
 
 
