@@ -4,6 +4,7 @@
 #   make serve   the same server, left running (Ctrl-C ends it); PORT=8099 listens there instead of at http.port
 #   make check   format, lint, types, import table, fast tests: under 2 minutes
 #   make test    make check, then everything
+#   make soak    1,000 random kills of lenders, borrowers and schedulers (SOAK=N: N)
 #
 # TORCH_INDEX=URL takes torch from another package index. Without a GPU you want PyTorch's own index of CPU builds (its
 # installation page names it): the default one brings CUDA with it, gigabytes that a CPU never uses.
@@ -13,6 +14,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 CONFIG ?= examples/cpu.yaml
 PORT ?=
+SOAK ?= 1000
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2-135m-instruct
@@ -24,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup model demo serve check test format docs clean
+.PHONY: setup model demo serve check test soak format docs clean
 
 setup: $(VENV)/installed
 
@@ -57,6 +59,9 @@ check: setup
 
 test: check model
 	$(BIN)/python -m pytest -q -m 'model or system'
+
+soak: setup
+	FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q tests/system/test_lending_soak.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -27,7 +27,7 @@ class Outcome:
     `chunk_times` holds the arrival of each chunk of the completion, which may carry several tokens. `tokens` is the
     server's own count (usage), and `cached_tokens` how many of the prompt it took from its prefix cache, where it says
     so. `ended` is when the request was over, however it went. `failure` is None for a request that finished with
-    exactly the tokens asked for."""
+    exactly the tokens asked for. `tenant` travels as the request's `user`."""
 
     model: str
     prompt_tokens: int
@@ -41,6 +41,7 @@ class Outcome:
     finish_reason: str | None = None
     failure: FailureKind | None = None
     message: str = ""
+    tenant: str = ""
 
     @property
     def first_token(self) -> float:
@@ -145,6 +146,7 @@ class CompletionClient:
                 "temperature": 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **({"user": outcome.tenant} if outcome.tenant else {}),
             }
         )
         outcome.sent = time.perf_counter()

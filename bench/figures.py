@@ -31,10 +31,17 @@ class FiguresFile(msgspec.Struct, frozen=True):
     figures: dict[str, Figure]
 
 
-def write_figures(path: Path, benchmark: str, command: Sequence[str], figures: Mapping[str, Figure]) -> None:
-    """Writes `path` whole or not at all; its folder is made. `command` holds the words of the command line. Raises
-    OSError where it cannot be written."""
-    content = FiguresFile(benchmark, shlex.join(command), commit_of(FOLDER), describe_machine(), dict(figures))
+def write_figures(
+    path: Path,
+    benchmark: str,
+    command: Sequence[str],
+    figures: Mapping[str, Figure],
+    devices: Mapping[str, str] | None = None,
+) -> None:
+    """Writes `path` whole or not at all; its folder is made. `command` holds the words of the command line, `devices`
+    what each measured device is. Raises OSError where it cannot be written."""
+    machine = {**describe_machine(), **(devices or {})}
+    content = FiguresFile(benchmark, shlex.join(command), commit_of(FOLDER), machine, dict(figures))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")

@@ -1,7 +1,6 @@
 """Devices by name: what a worker opens, loads models on, and closes. The kind of device is known only below this line
 of the import table; callers see `Device`."""
 
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from forebay.gpu.attention import Scratch
+from forebay.gpu.device_name import DeviceName as DeviceName
+from forebay.gpu.device_name import parse_device as parse_device
 from forebay.gpu.errors import DeviceError, ModelLoadError
 from forebay.gpu.pool import KVPool
 from forebay.gpu.runner import ModelRunner
@@ -18,17 +19,6 @@ from forebay.gpu.weights import WeightCache
 from forebay.transport.messages.common import DeviceSettings, ModelSpec
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class DeviceName:
-    """`kind` is "cpu" or "cuda"; several CPU devices may share one machine, as if each were its own."""
-
-    kind: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True)
@@ -62,14 +52,6 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Ends the lane after what was launched so far, and gives all memory back. Closing twice is fine."""
-
-
-def parse_device(name: str) -> DeviceName:
-    """`"cpu:0"` -> DeviceName("cpu", 0). Raises DeviceError."""
-    match = re.fullmatch(r"(cpu|cuda):(0|[1-9][0-9]{0,3})", name)
-    if match is None:
-        raise DeviceError(f"{name!r} is not a device; write cpu:N or cuda:N with a number N from 0, such as cpu:0")
-    return DeviceName(match[1], int(match[2]))
 
 
 def open_device(name: str, settings: DeviceSettings) -> Device:

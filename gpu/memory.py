@@ -13,6 +13,7 @@ import weakref
 from types import TracebackType
 from typing import Self
 
+from forebay.gpu.backend import MemorySlab
 from forebay.gpu.errors import DeviceError
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -20,6 +21,7 @@ PAGE_BYTES = mmap.PAGESIZE
 _NO_ACCESS = 0  # PROT_NONE, which the mmap module does not name
 _FIXED = 0x10  # MAP_FIXED, the same on all Linux architectures Python runs on
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
+_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,6 +30,7 @@ _libc.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def require_slab_bytes(slab_bytes: int) -> None:
@@ -53,7 +56,8 @@ class Slab:
 
     @classmethod
     def adopt(cls, descriptor: int) -> Self:
-        """A slab from a descriptor that another process sent; owns it from now on, also when this raises."""
+        """A slab from a descriptor that another process sent; owns it from now on, also when this raises. Whoever can
+        still shrink the memory could end us with a signal: such a descriptor is refused."""
         slab = cls.__new__(cls)
         slab._descriptor = _Descriptor()
         slab._finalizer = weakref.finalize(slab, slab._descriptor.close)
@@ -62,6 +66,7 @@ class Slab:
         slab.size = os.fstat(descriptor).st_size
         try:
             require_slab_bytes(slab.size)
+            _require_sealed(descriptor)
         except DeviceError:
             slab.close()
             raise
@@ -78,6 +83,19 @@ class Slab:
         """Bytes that anybody has written to so far (the rest is not backed by memory yet)."""
         return os.fstat(self.fileno()).st_blocks * 512
 
+    def zero(self) -> None:
+        """Makes every byte zero, in all mappings, by giving the memory behind them back to the system."""
+        self._allocate(_KEEP_SIZE_PUNCH_HOLE)
+
+    def populate(self) -> None:
+        """Takes all of the memory now. Raises DeviceError where the system has not enough; without this a process
+        that touches memory which the system cannot find is killed."""
+        self._allocate(0)
+
+    def _allocate(self, mode: int) -> None:
+        if _libc.fallocate(self.fileno(), mode, 0, self.size):
+            raise DeviceError(f"cannot allocate {self.size} bytes: {os.strerror(ctypes.get_errno())}")
+
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive
@@ -91,6 +109,15 @@ class Slab:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _require_sealed(descriptor: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0  # not a memfd
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise DeviceError("this descriptor is no slab: its size is not sealed, so its owner could take memory away")
 
 
 class _Descriptor:
@@ -165,16 +192,27 @@ class SlabRange:
     def closed(self) -> bool:
         return self._reservation is None
 
-    def map(self, slot: int, slab: Slab) -> None:
+    def map(self, slot: int, slab: MemorySlab) -> None:
         """Makes the slab's memory appear at `base + slot * slab_bytes`; the descriptor is not needed afterwards."""
-        reservation = self._live()
+        self._live()
         self._require_slot(slot)
         if slot in self._mapped:
             raise DeviceError(f"slot {slot} already holds a slab; unmap it first")
+        self._place(slot, slab)
+
+    def replace(self, slot: int, slab: MemorySlab) -> None:
+        """Puts this slab in the place of the one that the slot holds, with no moment without memory between them."""
+        self._live()
+        self._require_slot(slot)
+        if slot not in self._mapped:
+            raise DeviceError(f"slot {slot} holds no slab")
+        self._place(slot, slab)
+
+    def _place(self, slot: int, slab: MemorySlab) -> None:
         if slab.size != self.slab_bytes:
             raise DeviceError(f"a slab of {slab.size} bytes does not fit slots of {self.slab_bytes}")
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        address = reservation.base + slot * self.slab_bytes
+        address = self._live().base + slot * self.slab_bytes
         _map(address, self.slab_bytes, access, mmap.MAP_SHARED | _FIXED, slab.fileno())
         self._mapped.add(slot)
 

@@ -52,12 +52,17 @@ class KVPool:
         with ExitStack() as undo:
             self._range = SlabRange(slab_bytes, slots)
             undo.callback(self._range.close)
+            undo.callback(self._close_slabs)
             for slot in range(slots):
                 slab = Slab(slab_bytes)
-                undo.callback(slab.close)
-                self._range.map(slot, slab)
                 self._slabs.append(slab)
+                self._range.map(slot, slab)
             self._undo = undo.pop_all()
+
+    @property
+    def base(self) -> int:
+        """Address of the first byte; block i of a shape begins `i * block_bytes` behind it."""
+        return self._range.base
 
     @property
     def resident(self) -> int:
@@ -68,6 +73,13 @@ class KVPool:
     def slabs(self) -> tuple[Slab, ...]:
         """The slabs in the order in which they lie in the range."""
         return tuple(self._slabs)
+
+    def replace(self, place: int, slab: Slab) -> None:
+        """Puts another slab in the place of one that is nobody's any more, and closes that. Nothing may be touching its
+        part of the range. Owns the new one from now on. Raises DeviceError for a slab of another size."""
+        self._range.replace(place, slab)
+        old, self._slabs[place] = self._slabs[place], slab
+        old.close()
 
     def blocks(self, shape: KVShape) -> int:
         """How many blocks of this shape the whole pool holds."""
@@ -84,5 +96,9 @@ class KVPool:
 
     def close(self) -> None:
         """Gives all slabs back; their memory goes when the last view does. Closing twice is fine."""
-        self._slabs.clear()
         self._undo.close()
+
+    def _close_slabs(self) -> None:
+        for slab in self._slabs:
+            slab.close()
+        self._slabs.clear()

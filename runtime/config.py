@@ -17,6 +17,7 @@ from forebay.runtime.config_schema import (
     ConfigurationError,
     DeviceSection,
     HttpSection,
+    LendingSection,
     ModelSection,
     TimeoutSection,
     model_spec,
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigurationError",
     "DeviceSection",
     "HttpSection",
+    "LendingSection",
     "ModelSection",
     "TimeoutSection",
     "load",
@@ -41,6 +43,12 @@ LARGEST_INTEGER_BITS = 63
 
 OTHER_DESCRIPTORS = 256
 """Open files of a worker that are no slabs."""
+
+SHORTEST_TOKEN = 8
+"""Characters of a bearer token."""
+
+RESERVED_TENANT = "forebay"
+"""What the server's own workers are."""
 
 MOST_SLABS = 32768
 """Mappings of a worker's pool; the kernel's usual bound for a process is twice that (vm.max_map_count)."""
@@ -71,7 +79,10 @@ def parse(raw: Any, source: str, folder: Path) -> Configuration:
     models = tuple(
         msgspec.structs.replace(model, path=_model_folder(model.path, folder)) for model in configuration.models
     )
-    configuration = msgspec.structs.replace(configuration, models=models)
+    lending = configuration.lending
+    if lending.ledger:
+        lending = msgspec.structs.replace(lending, ledger=str(folder / Path(lending.ledger).expanduser()))
+    configuration = msgspec.structs.replace(configuration, models=models, lending=lending)
     found = _problems(configuration)
     if found:
         raise ConfigurationError("\n".join(f"{source}: {problem}" for problem in found))
@@ -134,8 +145,9 @@ def _problems(configuration: Configuration) -> list[str]:
         found += [f"devices[{index}].{problem}" for problem in _of_device(device)]
     for index, model in enumerate(configuration.models):
         found += [f"models[{index}].{problem}" for problem in _of_model(model, devices)]
+    found += _of_lending(configuration)
     try:
-        check_http_host(configuration.http.host)
+        check_http_host(configuration.http.host, bool(configuration.http.token or configuration.lending.tokens))
     except RefusedAddress as error:
         found.append(f"http.host: {error}")
     try:
@@ -157,10 +169,40 @@ def _problems(configuration: Configuration) -> list[str]:
     return found
 
 
+def _of_lending(configuration: Configuration) -> list[str]:
+    section = configuration.lending
+    tokens = {f"lending.tokens.{tenant}": token for tenant, token in section.tokens.items()}
+    found = [
+        f"{key}: the tenant's name is empty, or kept for the server's own ({RESERVED_TENANT})"
+        for key in tokens
+        if key.partition("tokens.")[2] in ("", RESERVED_TENANT)
+    ]
+    if configuration.http.token:
+        tokens["http.token"] = configuration.http.token
+    values = list(tokens.values())
+    for key, token in tokens.items():
+        # The value itself is a secret, and is not repeated.
+        if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+            found.append(
+                f"{key}: a token has {SHORTEST_TOKEN} or more printable ASCII characters without spaces "
+                "(`openssl rand -hex 32` makes a good one)"
+            )
+        if values.count(token) > 1:
+            found.append(f"{key}: another key has the same token; each has its own")
+    if section.uids and not configuration.endpoint.startswith("ipc://"):
+        found.append(
+            f"lending.uids: {list(section.uids)} could not reach this scheduler: set endpoint to ipc:// and a path in "
+            "a folder that they can enter"
+        )
+    if section.ledger and not Path(section.ledger).parent.is_dir():
+        found.append(f"lending.ledger: {section.ledger!r} is in no folder that is there; make it, or name another path")
+    return found
+
+
 def _of_device(section: DeviceSection) -> list[str]:
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {"spill": 0}
     found = []
-    for key in ("memory", "slab"):
+    for key in ("memory", "slab", *(("spill",) if section.spill else ())):
         try:
             sizes[key] = parse_bytes(getattr(section, key))
         except ValueError as error:
@@ -175,6 +217,8 @@ def _of_device(section: DeviceSection) -> list[str]:
     machine = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     if section.device.startswith("cpu:") and memory > machine:
         found.append(f"memory: {section.memory!r} is more than this machine has ({machine >> 20} MiB)")
+    if sizes["spill"] > machine:
+        found.append(f"spill: {section.spill!r} is more than this machine has ({machine >> 20} MiB)")
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         descriptors = MOST_SLABS + OTHER_DESCRIPTORS

@@ -9,6 +9,7 @@ from forebay.runtime.config import (
     Configuration,
     DeviceSection,
     HttpSection,
+    LendingSection,
     ModelSection,
     TimeoutSection,
 )
@@ -26,6 +27,7 @@ SECTIONS = (
     ("models[]", ModelSection),
     ("http", HttpSection),
     ("timeouts", TimeoutSection),
+    ("lending", LendingSection),
 )
 
 
@@ -64,6 +66,8 @@ def _type(hint: Any) -> str:
         return " or ".join(f"`{value}`" for value in get_args(hint))
     if origin in (Union, types.UnionType):
         return " or ".join(_type(argument) for argument in get_args(hint))
+    if origin is dict:
+        return f"{_type(get_args(hint)[1])} by name"
     if origin is tuple:
         inner = get_args(hint)[0]
         return "list" if isinstance(inner, type) and issubclass(inner, msgspec.Struct) else f"list of {_type(inner)}"
@@ -74,7 +78,7 @@ def _type(hint: Any) -> str:
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is msgspec.NODEFAULT:
-        return "required"
+        return "required" if field.default_factory is msgspec.NODEFAULT else "empty"
     if isinstance(field.default, msgspec.Struct):
         return "see below"
     if field.default in ((), ""):

@@ -45,6 +45,20 @@ class DeviceSection(_Section, frozen=True):
     spawn: Annotated[
         bool, Meta(description="start a worker for it; `false`: you start one by hand, and it is told what to load")
     ] = True
+    lend: Annotated[
+        bool, Meta(description="lend pool memory that is idle to the other devices, and take it back under load")
+    ] = False
+    spill: Annotated[
+        Bytes,
+        Meta(description="host memory for the KV blocks of requests that give way; 0: none, they are computed again"),
+    ] = 0
+    fairness: Annotated[
+        Literal["fcfs", "cfs", "vtc"],
+        Meta(
+            description="which requests of a model run when they do not all fit: the first to come (`fcfs`), in turns, "
+            "the least served first (`cfs`), or so that tenants get equal shares (`vtc`)"
+        ),
+    ] = "fcfs"
 
 
 class ModelSection(_Section, frozen=True):
@@ -83,9 +97,18 @@ class ModelSection(_Section, frozen=True):
 class HttpSection(_Section, frozen=True):
     """Where the front door listens."""
 
-    host: Annotated[str, Meta(description="loopback only: 127.0.0.1, ::1 or localhost")] = "127.0.0.1"
+    host: Annotated[
+        str, Meta(description="127.0.0.1, ::1 or localhost; any other address only where requests need a token")
+    ] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8080
     body_limit: Annotated[Bytes, Meta(description="largest body of a request; a larger one is answered 413")] = "4MiB"
+    token: Annotated[
+        str,
+        Meta(
+            description="the operator's bearer token: with it, or with `lending.tokens`, every request but /healthz "
+            "needs one; empty: none"
+        ),
+    ] = ""
 
 
 class TimeoutSection(_Section, frozen=True):
@@ -97,6 +120,30 @@ class TimeoutSection(_Section, frozen=True):
     stop: Annotated[Seconds, Meta(description="how long a process may take to end before it is killed")] = 5.0
 
 
+class LendingSection(_Section, frozen=True):
+    """How GPUs lend each other memory."""
+
+    ttl: Annotated[
+        Seconds,
+        Meta(description="a party silent for so long loses its leases; leases wait so long for theirs after a restart"),
+    ] = 10.0
+    ledger: Annotated[
+        str,
+        Meta(description="file of the ledger, relative to the configuration file; empty: beside the socket"),
+    ] = ""
+    uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...],
+        Meta(
+            description="other users whose processes may lend and borrow (containers that share a mount); needs "
+            "`endpoint` in a folder that they can enter"
+        ),
+    ] = ()
+    tokens: Annotated[
+        dict[str, str],
+        Meta(description="bearer tokens by tenant; with any, parties need one, and a tenant's leases are its own"),
+    ] = msgspec.field(default_factory=dict)
+
+
 class Configuration(_Section, frozen=True):
     """The whole file. Without a file: the coordinator alone, no devices and no models."""
 
@@ -104,6 +151,7 @@ class Configuration(_Section, frozen=True):
     models: Annotated[tuple[ModelSection, ...], Meta(description="what is served")] = ()
     http: Annotated[HttpSection, Meta(description="the front door")] = HttpSection()
     timeouts: Annotated[TimeoutSection, Meta(description="bounds in seconds")] = TimeoutSection()
+    lending: Annotated[LendingSection, Meta(description="memory on loan between GPUs")] = LendingSection()
     queue_bound: Annotated[
         int,
         Meta(
@@ -135,6 +183,9 @@ class Configuration(_Section, frozen=True):
                 section.threads or max(1, cores // max(1, cpus)),
                 ALIASES.get(self.policy, self.policy),
                 self.prefix_cache,
+                section.lend,
+                parse_bytes(section.spill) if section.spill else 0,
+                section.fairness,
             )
             for section in self.devices
         }

@@ -9,15 +9,19 @@ and drops whatever still arrives under an older one.
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from forebay.transport.messages import (
     Abort,
+    Answered,
+    AskLending,
     Catalog,
     Concluded,
     Finished,
     Heartbeat,
     Interrupted,
+    LendingStatus,
+    LendingWish,
     ModelStatus,
     Opened,
     Query,
@@ -47,9 +51,10 @@ class RequestFailed(Exception):
 class Delivery:
     """One request, as its reader sees it: tokens in order, each exactly once, then one ending."""
 
-    def __init__(self, desk: "Desk", model: str, prompt: Sequence[int], sampling: Sampling) -> None:
+    def __init__(self, desk: "Desk", model: str, prompt: Sequence[int], sampling: Sampling, tenant: str = "") -> None:
         self.request = 0
         self.model = model
+        self.tenant = tenant
         self.sampling = sampling
         self.prompt_tokens = len(prompt)
         self.epoch = 0
@@ -92,7 +97,8 @@ class Delivery:
             self._desk.send(Abort(self.request))
 
     def submission(self) -> Submit:
-        return Submit(self.request, self.epoch, self.model, self._tokens.tobytes(), self.prompt_tokens, self.sampling)
+        tokens = self._tokens.tobytes()
+        return Submit(self.request, self.epoch, self.model, tokens, self.prompt_tokens, self.sampling, self.tenant)
 
     def _append(self, token: int) -> None:
         self._tokens.append(token)
@@ -124,7 +130,7 @@ class Desk:
         self._models: dict[str, ModelStatus] = {}
         self._live: dict[int, Delivery] = {}
         self._next_request: int | None = None
-        self._queries: dict[int, asyncio.Future[Status]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._next_query = 0
 
     @property
@@ -137,23 +143,38 @@ class Desk:
         """Requests that have not ended."""
         return len(self._live)
 
-    def open(self, model: str, prompt: Sequence[int], sampling: Sampling) -> Delivery:
-        """Submits a request. Token ids in `prompt` are below 2**32. Raises RequestFailed before the scheduler has
-        answered this front door for the first time; every later failure comes through the delivery."""
+    def open(self, model: str, prompt: Sequence[int], sampling: Sampling, tenant: str = "") -> Delivery:
+        """Submits a request, on the account of `tenant`. Token ids in `prompt` are below 2**32. Raises RequestFailed
+        before the scheduler has answered this front door for the first time; every later failure comes through the
+        delivery."""
         if self._next_request is None:
             raise RequestFailed("not_ready", "the server is starting: its scheduler has not answered yet; try again")
-        delivery = Delivery(self, model, prompt, sampling)
+        delivery = Delivery(self, model, prompt, sampling, tenant)
         delivery.request = self._take_number(delivery)
         self.send(delivery.submission())
         return delivery
 
     async def status(self) -> Status:
         """Asks the scheduler what runs where, now."""
+        answer: Status = await self._ask(Query)
+        return answer
+
+    async def lending(self, tenant: str) -> LendingStatus:
+        """Asks the scheduler what is lent, and what is mapped."""
+        answer: LendingStatus = await self._ask(lambda query: AskLending(query, tenant))
+        return answer
+
+    async def wish(self, make: Callable[[int], LendingWish]) -> Answered:
+        """Sends what `make` makes of the number that the answer comes with."""
+        answer: Answered = await self._ask(make)
+        return answer
+
+    async def _ask(self, make: Callable[[int], Query | LendingWish]) -> Any:
         query = self._next_query
         self._next_query += 1
-        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
-        self.send(Query(query))
+        self.send(make(query))
         try:
             return await answer
         finally:
@@ -180,7 +201,7 @@ class Desk:
                 self.informed = True
             case Opened(first_request=first_request):
                 self._opened(first_request)
-            case Status(query=query):
+            case Status(query=query) | Answered(query=query) | LendingStatus(query=query):
                 if (answer := self._queries.get(query)) is not None and not answer.done():
                     answer.set_result(message)
             case Stop(reason):

@@ -16,6 +16,7 @@ from forebay.runtime.bodies import BODY_LIMIT
 from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
 from forebay.runtime.desk import Desk
 from forebay.runtime.http import ServerInfo, build_app
+from forebay.runtime.keyring import DOOR_VARIABLE, Keyring
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.text import Texts
 from forebay.transport.addresses import RefusedAddress, check_http_host
@@ -54,19 +55,20 @@ def open_door(
     log = logs.set_up("front door")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client is a descriptor; the usual 1,024 are few
+    keyring = Keyring.from_environment()
     try:
-        listener = listen(host, port)
+        listener = listen(host, port, bool(keyring))
     except (OSError, RefusedAddress) as error:
         log.error("HTTP cannot listen", host=host, port=port, error=str(error))
         return EXIT_UNUSABLE
     with listener:
-        info = ServerInfo(forebay.__version__, config, body_limit)
+        info = ServerInfo(forebay.__version__, config, body_limit, keyring)
         return run(FrontDoorProcess(scheduler, sockets, listener, grace_s, info, log).run())
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on loopback. Raises RefusedAddress, OSError."""
-    check_http_host(host)
+def listen(host: str, port: int, authenticated: bool = False) -> socket.socket:
+    """A listening socket: on loopback, or anywhere if requests are `authenticated`. Raises RefusedAddress, OSError."""
+    check_http_host(host, authenticated)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -112,7 +114,8 @@ class FrontDoorProcess:
                 timeout_graceful_shutdown=max(1, round(self._grace_s)),
             )
         )
-        name = f"door-{os.getpid()}-{secrets.token_hex(2)}"
+        key = os.environ.get(DOOR_VARIABLE, secrets.token_hex(16))
+        name = f"door-{os.getpid()}-{secrets.token_hex(2)}-{key}"
         self._sink: ZmqSink[ToFrontDoor] = ZmqSink(
             f"ipc://{self._sockets}/{os.getpid()}.sock", read_to_front_door(), self._from_worker, self._on_unreadable
         )

@@ -3,10 +3,9 @@
 A request's way is in runtime/generation.py; nothing here knows sockets of ours, workers or the scheduler.
 """
 
-import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,32 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from forebay.runtime.answers import ApiError, cut, find_model, model_object
+from forebay.runtime.authorization import Authorization, refuse_bad_values, tenant_of
 from forebay.runtime.bodies import BODY_LIMIT, BodyLimit, request_router
 from forebay.runtime.desk import Desk, RequestFailed
 from forebay.runtime.documentation import documentation_router
 from forebay.runtime.generation import generation
+from forebay.runtime.keyring import OPERATOR, Keyring
+from forebay.runtime.lending_api import ask, lending_router
 from forebay.runtime.metrics import CONTENT_TYPE, exposition
 from forebay.runtime.openai import ChatRequest, CompletionRequest
 from forebay.runtime.text import Texts
-from forebay.transport.messages import ModelStatus, Status
-
-STATUS_TIMEOUT_S = 5.0
-"""How long a page waits for the scheduler before it says that there is no answer."""
+from forebay.transport.messages import LendingStatus, ModelStatus, Status
 
 
 @dataclass(frozen=True)
 class ServerInfo:
     """What the server is: `configuration` is the file it runs from (None: coordinator only), `body_limit` the bytes
-    that a request may have."""
+    that a request may have, `keyring` the tokens of which every request needs one."""
 
     version: str
     configuration: str | None
     body_limit: int = BODY_LIMIT
+    keyring: Keyring = field(default_factory=lambda: Keyring({}))
 
 
 async def _status(desk: Desk) -> Status:
-    try:
-        async with asyncio.timeout(STATUS_TIMEOUT_S):
-            return await desk.status()
-    except TimeoutError as error:
-        raise ApiError(
-            503,
-            f"the scheduler has not answered within {STATUS_TIMEOUT_S:g} s; try again",
-            code="no_scheduler",
-        ) from error
+    return await ask(desk.status())
 
 
 def _readiness(desk: Desk) -> tuple[bool, dict[str, Any]]:
@@ -61,6 +53,14 @@ def _readiness(desk: Desk) -> tuple[bool, dict[str, Any]]:
     return ready, {"ready": ready, "draining": desk.draining, "models": models}
 
 
+def size(number: int) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 1 << shift:
+            return f"{number / (1 << shift):.1f} {unit}".replace(".0 ", " ")
+    return f"{number} B" if number else "0"
+
+
 def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
     """The whole front door as an ASGI app. Runs in the desk's event loop."""
     app = FastAPI(
@@ -70,15 +70,14 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.add_middleware(Authorization, keyring=info.keyring)
     app.add_middleware(BodyLimit, limit=info.body_limit)
+    refuse_bad_values(app)
     requests = request_router()
     created = int(time.time())
-    page = jinja2.Template(
-        Path(__file__).with_name("page.html").read_text(encoding="utf-8"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    pages = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    pages.filters["size"] = size
+    page = pages.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
     @requests.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: CompletionRequest) -> Response:
@@ -91,6 +90,7 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
         return await generation(desk, texts, body)
 
     app.include_router(requests)
+    app.include_router(lending_router(desk, OPERATOR in info.keyring.digests))
     app.include_router(documentation_router(app.title, "/openapi.json"))
 
     @app.get("/v1/models", tags=["OpenAI"])
@@ -123,19 +123,30 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
 
     @app.get("/metrics", tags=["State"])
     async def metrics() -> Response:
-        """Prometheus' text format: requests, replicas, and the prefix cache's hits by model."""
-        return Response(exposition(await _status(desk)), media_type=CONTENT_TYPE)
+        """Prometheus' text format: requests, replicas, and the prefix cache's hits by model; memory on loan by GPU."""
+        status, lending = await _status(desk), await ask(desk.lending(OPERATOR))
+        return Response(exposition(status, lending), media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
-    async def front_page() -> Response:
+    async def front_page(request: Request) -> Response:
+        lending: LendingStatus | None = None
         try:
             status = await _status(desk)
+            lending = await ask(desk.lending(tenant_of(request)))
             known: tuple[ModelStatus, ...] = status.models
             trouble = "The server is shutting down." if desk.draining else ""
         except ApiError as error:
             status, known, trouble = None, tuple(desk.models.values()), error.message
         return HTMLResponse(
-            page.render(info=info, models=known, workers=status.workers if status else (), trouble=trouble),
+            page.render(
+                info=info,
+                models=known,
+                workers=status.workers if status else (),
+                gpus=lending.gpus if lending else (),
+                leases=lending.leases if lending else (),
+                mapping=lending.mapping if lending else (),
+                trouble=trouble,
+            ),
             headers={"Cache-Control": "no-store"},
         )
 

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from forebay.transport.messages import Status
+from forebay.transport.messages import LendingStatus, Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def exposition(status: Status) -> bytes:
+def exposition(status: Status, lending: LendingStatus) -> bytes:
     """The metrics of one moment, in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(status))
+    registry.register(_Lending(lending))
     return generate_latest(registry)
 
 
@@ -44,3 +45,20 @@ class _Snapshot:
         for worker in self._status.workers:
             held.add_metric([worker.id, worker.gpu], worker.running)
         yield from (waiting, running, replicas, prompts, cached, held)
+
+
+class _Lending:
+    def __init__(self, status: LendingStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        free = GaugeMetricFamily("forebay_lending_free_bytes", "Memory that is offered and nobody has", labels=["gpu"])
+        lent = GaugeMetricFamily("forebay_lending_lent_bytes", "Memory of the GPU that others have", labels=["gpu"])
+        borrowed = GaugeMetricFamily("forebay_lending_borrowed_bytes", "Memory that it has of others", labels=["gpu"])
+        for gpu in self._status.gpus:
+            for family, value in ((free, gpu.free), (lent, gpu.lent), (borrowed, gpu.borrowed)):
+                family.add_metric([str(gpu.index)], value)
+        yield from (free, lent, borrowed)
+        for name, value in self._status.counters:
+            what = f"Since the scheduler started: {name.replace('_', ' ')}"
+            yield CounterMetricFamily(f"forebay_lending_{name}", what, value=value)

@@ -19,9 +19,13 @@ import msgspec
 from forebay.sched.blocks import BlockPool
 from forebay.sched.central import CentralCore
 from forebay.sched.central_events import CentralEvent, CentralSettings
+from forebay.sched.fairness import make_fairness
 from forebay.sched.lane import LaneCore
 from forebay.sched.lane_events import LaneEvent
+from forebay.sched.lending import LendingCore
+from forebay.sched.lending_events import LendingEvent, LendingSettings
 from forebay.sched.policy import POLICIES
+from forebay.sched.spill import SpillSpace
 from forebay.transport.messages import PROTOCOL_VERSION, Message
 
 Event = TypeVar("Event", contravariant=True)
@@ -35,16 +39,26 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class LaneSettings(msgspec.Struct, frozen=True, tag=True):
-    """How a lane core was made."""
+    """How a lane core was made. `arena_slots` is how many slabs the spill arena has addresses for, of which the first
+    `host_slots` are host memory; `weights` are those of tenants, 1 where none is given."""
 
     slabs: int
     slab_bytes: int
     policy: str
     prefix_cache: bool
+    fairness: str = "fcfs"
+    arena_slots: int = 0
+    host_slots: int = 0
+    lend: bool = False
+    weights: dict[str, float] = {}
 
 
 class CentralHeader(msgspec.Struct, frozen=True, tag=True):
     settings: CentralSettings
+
+
+class LendingHeader(msgspec.Struct, frozen=True, tag=True):
+    settings: LendingSettings
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -52,7 +66,7 @@ class Header(msgspec.Struct, frozen=True):
 
     version: int
     name: str
-    core: LaneSettings | CentralHeader
+    core: LaneSettings | CentralHeader | LendingHeader
 
 
 class JournalError(ValueError):
@@ -137,7 +151,9 @@ def _new_file(folder: Path, name: str) -> tuple[Path, BinaryIO]:
     while True:
         path = folder / (f"{stem}.journal" if number == 1 else f"{stem}-{number}.journal")
         try:
-            return path, path.open("xb")
+            # Prompts are in a journal, and secrets of leases: it is its owner's.
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            return path, os.fdopen(descriptor, "wb")
         except FileExistsError:
             number += 1
 
@@ -147,8 +163,11 @@ def digest(commands: Any) -> bytes:
 
 
 def make_lane_core(settings: LaneSettings) -> LaneCore:
+    """Raises ValueError for settings that no core can have."""
     pool = BlockPool(settings.slabs, settings.slab_bytes)
-    return LaneCore(pool, POLICIES[settings.policy](), settings.prefix_cache)
+    space = SpillSpace(settings.arena_slots, settings.host_slots, settings.slab_bytes)
+    fairness = make_fairness(settings.fairness, settings.weights)
+    return LaneCore(pool, POLICIES[settings.policy](), settings.prefix_cache, fairness, space, settings.lend)
 
 
 def replay(path: Path) -> Replayed:
@@ -196,8 +215,12 @@ def _open(path: Path, first: tuple[int, bytes] | None) -> tuple[str, Core[Any, M
     settings = header.core
     if isinstance(settings, CentralHeader):
         return header.name, CentralCore(settings.settings), CentralEvent
+    if isinstance(settings, LendingHeader):
+        return header.name, LendingCore(settings.settings), LendingEvent
     if settings.policy not in POLICIES:
         raise JournalError(f"{path}: its policy {settings.policy!r} is unknown (known: {', '.join(POLICIES)})")
+    if not 0 <= settings.arena_slots <= MOST_SLABS:
+        raise JournalError(f"{path}: its arena has {settings.arena_slots} slots; an arena has 0 to {MOST_SLABS}")
     if not 0 < settings.slabs <= MOST_SLABS:
         raise JournalError(f"{path}: its pool has {settings.slabs} slabs; a pool has 1 to {MOST_SLABS}")
     try:

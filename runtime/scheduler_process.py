@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ import msgspec
 
 from forebay.runtime import logs
 from forebay.runtime.config import Configuration, ConfigurationError, load, model_spec, parse_bytes
+from forebay.runtime.keyring import CREDENTIAL_VARIABLE, DOOR_VARIABLE, Keyring
+from forebay.runtime.lending_process import LendingProcess
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import CentralHeader, Header, Recorder
 from forebay.runtime.supervisor import Child, Supervisor
@@ -35,14 +38,18 @@ from forebay.transport.addresses import RefusedAddress, check_endpoint, runtime_
 from forebay.transport.codec import read_to_scheduler
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
+    FromParty,
+    Heartbeat,
     Join,
     Leave,
+    LendingWish,
     ModelFailed,
     ModelReady,
     Open,
     Refused,
     Stop,
     ToFrontDoor,
+    ToPartyLink,
     ToScheduler,
     ToWorker,
 )
@@ -108,6 +115,8 @@ class SchedulerProcess:
         self._peers: dict[int, str] = {}  # by process id, of this host's peers
         self._pids: dict[str, int] = {}
         self._problem: str | None = None
+        self._door_key = secrets.token_hex(16)
+        self._credential = secrets.token_hex(32)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -123,6 +132,7 @@ class SchedulerProcess:
             try:
                 self._start_children()
                 self._tick(loop)
+                self._lending.start()
                 await failure.or_done(self._ended.wait())
                 await failure.or_done(self._drain())
             finally:
@@ -135,8 +145,12 @@ class SchedulerProcess:
         self._sockets = tempfile.mkdtemp(prefix="run-", dir=runtime_folder())
         undo.callback(shutil.rmtree, self._sockets, ignore_errors=True)
         check_endpoint(f"ipc://{self._sockets}/{LONGEST_NAME}")
-        self._hub: ZmqHub[ToWorker | ToFrontDoor, ToScheduler] = ZmqHub(
-            self._configuration.control_endpoint(), read_to_scheduler(), self._on_messages, self._on_unreadable
+        self._hub: ZmqHub[ToWorker | ToFrontDoor | ToPartyLink, ToScheduler] = ZmqHub(
+            self._configuration.control_endpoint(),
+            read_to_scheduler(),
+            self._on_messages,
+            self._on_unreadable,
+            self._configuration.lending.uids,
         )
         undo.callback(self._hub.close)
         # Only now: a second scheduler at this address must leave no trace among the journals of the first.
@@ -144,6 +158,16 @@ class SchedulerProcess:
         core = CentralCore(self._settings)
         self._core: Recorder[CentralEvent, CentralCommand] = Recorder(core, header, self._journal)
         undo.callback(self._core.close)
+        self._lending = LendingProcess(
+            self._configuration,
+            self._hub.endpoint,
+            self._journal,
+            self._hub.send,
+            self._log,
+            Keyring.of_parties(self._configuration, self._credential),
+            self._door_key,
+        )
+        undo.callback(self._lending.close)
         if self._ready_file is not None:
             self._ready_file.unlink(missing_ok=True)  # of an earlier run
         self._supervisor = Supervisor(self._log, self._on_exit, self._on_hopeless)
@@ -160,6 +184,7 @@ class SchedulerProcess:
                 *("--body-limit", str(parse_bytes(http.body_limit))),
                 *(("--config", str(self._config)) if self._config else ()),
             ],
+            {**Keyring.of_http(self._configuration).variable, DOOR_VARIABLE: self._door_key},
         )
         journal = ("--journal", str(self._journal.resolve())) if self._journal else ()
         for device in self._configuration.devices:
@@ -168,12 +193,22 @@ class SchedulerProcess:
                     f"worker {device.device}",
                     "forebay.runtime.worker",
                     ["--gpu", device.device, "--scheduler", self._hub.endpoint, *journal],
+                    {CREDENTIAL_VARIABLE: self._credential} if self._configuration.lending.tokens else {},
                 )
 
     # What comes in -------------------------------------------------------------------------------------------------
 
     def _on_messages(self, peer: str, messages: list[ToScheduler]) -> None:
+        if self._hub.foreign:
+            # Another user's processes may lend and borrow; what is served is no business of theirs.
+            messages = [message for message in messages if isinstance(message, FromParty | Heartbeat)]
         for message in messages:
+            if isinstance(message, LendingWish):
+                self._lending.wish(peer, message)
+                continue
+            if isinstance(message, FromParty) or (isinstance(message, Heartbeat) and self._lending.knows(peer)):
+                self._lending.hear(peer, message)
+                continue
             match message:
                 case Join(pid=pid) | Open(pid=pid):
                     self._peers[pid], self._pids[peer] = peer, pid
@@ -210,6 +245,7 @@ class SchedulerProcess:
         peer = self._forget(pid)
         if peer is not None:
             self._decide(PeerGone(peer, f"its process {reason}"))
+        self._lending.on_exit(pid, reason)
 
     def _forget(self, pid: int) -> str | None:
         peer = self._peers.pop(pid, None)

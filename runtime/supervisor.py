@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forebay.runtime.child import EXIT_UNUSABLE
@@ -22,10 +22,11 @@ DEATHS_BEFORE_READY = 4
 class Child:
     """One process that is to run: the current instance, if any, and its history."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
         self.module = module
         self.arguments = tuple(arguments)
+        self.environment = environment
         self.process: asyncio.subprocess.Process | None = None
         self.deaths = 0
         self.was_ready = False
@@ -82,9 +83,12 @@ class Supervisor:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
 
-    def add(self, name: str, module: str, arguments: Sequence[str]) -> None:
-        """Keeps a process running: `python -m MODULE ARGUMENTS... --parent DESCRIPTOR`."""
-        child = self._children[name] = Child(name, module, arguments)
+    def add(
+        self, name: str, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Keeps a process running: `python -m MODULE ARGUMENTS... --parent DESCRIPTOR`. `environment`: variables beside
+        this process's own; unlike arguments, other users cannot read them."""
+        child = self._children[name] = Child(name, module, arguments, environment or {})
         self._tasks[name] = asyncio.create_task(self._keep_running(child), name=f"supervise {name}")
 
     def by_pid(self, pid: int) -> Child | None:
@@ -124,6 +128,7 @@ class Supervisor:
                 pass_fds=(read_end,),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
+                env={**os.environ, **child.environment},
             )
         except BaseException:
             child.cut()

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -16,15 +17,30 @@ from forebay.gpu.errors import DeviceError, ModelLoadError, StepError
 from forebay.gpu.runner import ModelRunner
 from forebay.runtime import logs
 from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
+from forebay.runtime.keyring import CREDENTIAL_VARIABLE
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import Header, LaneSettings, Recorder, make_lane_core
-from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
+from forebay.runtime.worker_memory import WorkerMemory, arena_slots, host_slots
+from forebay.sched.lane_events import (
+    Deliver,
+    LaneCommand,
+    LaneEvent,
+    LendSlabs,
+    ModelOpened,
+    Report,
+    Reset,
+    SpillFreed,
+    TakeBackSlabs,
+    Tick,
+    WantSpill,
+)
 from forebay.transport.addresses import RefusedAddress
 from forebay.transport.codec import read_to_worker
 from forebay.transport.messages import (
     PROTOCOL_VERSION,
     Cancel,
     CloseSequence,
+    CopyBlocks,
     DeviceSettings,
     Heartbeat,
     Join,
@@ -84,6 +100,7 @@ class WorkerProcess:
         self._session = Session()
         self._settings: DeviceSettings | None = None
         self._device: Device | None = None
+        self._memory: WorkerMemory | None = None
         self._core: Recorder[LaneEvent, LaneCommand] | None = None
         self._runners: dict[str, ModelRunner] = {}
         self._wanted: set[str] = set()  # models that the present session asked for and has not been answered about
@@ -114,6 +131,8 @@ class WorkerProcess:
             self._link.close()
             for feed in self._feeds.values():
                 feed.close()
+            if self._memory is not None:
+                self._memory.close()
             if self._device is not None:
                 self._device.close()
             if self._core is not None:
@@ -144,6 +163,8 @@ class WorkerProcess:
         self._link.send(Heartbeat())
         if self._core is not None:
             self._core.flush()
+        if self._memory is not None and self._memory.ticks:
+            self._decide(Tick())
         self._loop.call_later(self._heartbeat_s, self._beat)
 
     def _on_unreadable(self, peer: str, error: Exception) -> None:
@@ -189,24 +210,37 @@ class WorkerProcess:
             return self._end(EXIT_UNUSABLE, reason)
         if self._device is None:
             try:
-                self._device, self._core = self._open_device(settings)
-            except (DeviceError, OSError) as error:
+                self._device, self._memory, self._core = self._open_device(settings)
+            except (DeviceError, OSError, ValueError) as error:
                 self._log.error("the device cannot be opened", gpu=self._gpu, error=str(error))
                 return self._end(EXIT_UNUSABLE, str(error))
             self._settings = settings
         self._log.info("joined", memory=self._device.pool.capacity, threads=settings.threads)
 
-    def _open_device(self, settings: DeviceSettings) -> tuple[Device, Recorder[LaneEvent, LaneCommand]]:
-        """The device and the core that decides for it. Raises DeviceError, OSError."""
-        device = open_device(self._gpu, settings)
-        try:
-            slabs = device.pool.capacity // settings.slab_bytes
-            lane = LaneSettings(slabs, settings.slab_bytes, settings.policy, settings.prefix_cache)
+    def _open_device(self, settings: DeviceSettings) -> tuple[Device, WorkerMemory, Recorder[LaneEvent, LaneCommand]]:
+        """The device, the memory around it, and the core that decides for it. Raises DeviceError, OSError, ValueError
+        (settings that no core can have)."""
+        with ExitStack() as undo:
+            device = open_device(self._gpu, settings)
+            undo.callback(device.close)
+            lane = LaneSettings(
+                device.pool.capacity // settings.slab_bytes,
+                settings.slab_bytes,
+                settings.policy,
+                settings.prefix_cache,
+                settings.fairness,
+                arena_slots(settings),
+                host_slots(settings),
+                settings.lend,
+            )
+            core = make_lane_core(lane)
+            credential = os.environ.get(CREDENTIAL_VARIABLE, "")
+            memory = WorkerMemory(self._gpu, self._scheduler, device, settings, credential, self._decide, self._log)
+            undo.callback(memory.close)
             header = Header(PROTOCOL_VERSION, f"lane-{self._gpu}-{os.getpid()}", lane)
-            return device, Recorder(make_lane_core(lane), header, self._journal)
-        except BaseException:
-            device.close()
-            raise
+            recorder = Recorder(core, header, self._journal)
+            undo.pop_all()
+            return device, memory, recorder
 
     # Models --------------------------------------------------------------------------------------------------------
 
@@ -244,6 +278,8 @@ class WorkerProcess:
                         self._link.send(ModelFailed(spec.name, str(error)))
                     continue
                 self._runners[spec.name] = runner
+                assert self._memory is not None
+                self._memory.open_model(spec.name, runner.block_bytes)
                 opened = ModelOpened(
                     spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens, spec.popularity
                 )
@@ -259,6 +295,9 @@ class WorkerProcess:
 
     def _decide(self, event: LaneEvent) -> None:
         assert self._core is not None, "requests come after the welcome"
+        assert self._memory is not None
+        if self._exit.done():
+            return
         for command in self._core.handle(self._loop.time(), event):
             match command:
                 case StepPlan():
@@ -269,6 +308,16 @@ class WorkerProcess:
                     self._link.send(message)
                 case OpenSequence():
                     self._open(command)
+                case CopyBlocks():
+                    self._memory.copy(command)
+                case WantSpill():
+                    self._memory.want(command)
+                case SpillFreed():
+                    self._memory.free(command)
+                case LendSlabs():
+                    self._memory.lend(command)
+                case TakeBackSlabs():
+                    self._memory.take_back(command)
                 case CloseSequence():
                     if self._unopened.pop(command.sequence, None) is None:
                         self._runners[command.model].close(command)

@@ -1,7 +1,8 @@
 """Every decision, pure: no asyncio, no sockets, no torch, no clock, no randomness.
 
-`handle(now, event) -> commands` is the whole interface of a core. Two cores live here: the central one, in the
-scheduler process (admission, routing), and the lane one, in each worker (batching between steps).
+`handle(now, event) -> commands` is the whole interface of a core. Three cores live here: the central one (admission,
+routing) and the lending one (who has whose memory), in the scheduler process, and the lane one, in each worker
+(batching between steps).
 
 Seen from a checkout's root this folder shadows the standard library's module `sched`, so its two names are handed
 on, on demand.

@@ -7,10 +7,15 @@ owns, so a block may straddle two slabs if the model owns both.
 A block is *used* while a sequence counts on it (several may, read-only), *cached* when none does but its content has a
 key under which it can be found again, and *free* otherwise. Cached blocks go when memory is needed, least recently used
 first; a slab changes hands when none of its blocks is used.
+
+A slab may be *closed*: nothing new is put into it, and once its last used block is released it belongs to nobody here.
+So a pool gives slabs away, and so an arena has slots that are empty.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter
 
 
 @dataclass(slots=True)
@@ -35,6 +40,7 @@ class BlockPool:
         self.slabs = slabs
         self.slab_bytes = slab_bytes
         self._owner: list[str | None] = [None] * slabs
+        self._closed = [False] * slabs
         self._used_in_slab = [0] * slabs
         self._cached_in_slab = [0] * slabs
         self._last_cached = [0] * slabs
@@ -79,6 +85,52 @@ class BlockPool:
         """Bounds what the model may use from now on; what it uses beyond that it keeps."""
         self._shares[model].quota = blocks
 
+    def users(self, model: str, block: int) -> int:
+        """How many count on the block; 0 for one that is not in use."""
+        return self._shares[model].used.get(block, 0)
+
+    # Slabs that come and go ------------------------------------------------------------------------------------------
+
+    @property
+    def open_slabs(self) -> int:
+        return self.slabs - sum(self._closed)
+
+    @property
+    def busy_slabs(self) -> int:
+        """Those with a used block."""
+        return sum(map(bool, self._used_in_slab))
+
+    def emptiest(self) -> list[int]:
+        """Open slabs without a used block; first those that hold nothing, the last ones before the first, so that what
+        stays is in one piece; then by when their content was last used."""
+        idle = [slab for slab in range(self.slabs) if not self._closed[slab] and not self._used_in_slab[slab]]
+        return sorted(idle, key=lambda slab: (self._last_cached[slab] if self._cached_in_slab[slab] else 0, -slab))
+
+    def vacant(self, slab: int) -> bool:
+        """It is closed, and none of its blocks is in use."""
+        return self._closed[slab] and not self._used_in_slab[slab]
+
+    def close(self, slab: int) -> None:
+        """Nothing new is put into the slab. What is cached in it is forgotten, what is used cannot be found again."""
+        self._closed[slab] = True
+        owner = self._owner[slab]
+        if owner is not None:
+            share = self._shares[owner]
+            gone = set(self._touching(slab, share.block_bytes))
+            for block in gone.intersection(share.cached):
+                self._evict(share, block)
+            for block in gone.intersection(share.key_of):
+                self.forget(owner, block)
+            share.free = [block for block in share.free if block not in gone]
+            if not self._used_in_slab[slab]:
+                self._owner[slab] = None
+
+    def reopen(self, slab: int) -> None:
+        """The slab is there (again), with nothing in it. Raises ValueError unless it was closed and vacant."""
+        if not self.vacant(slab):
+            raise ValueError(f"slab {slab} is in use here: it was never given away, or not given back")
+        self._closed[slab] = False
+
     # Taking and giving back ------------------------------------------------------------------------------------------
 
     def allocate(self, model: str, count: int, beyond_quota: bool = False) -> tuple[int, ...] | None:
@@ -109,7 +161,12 @@ class BlockPool:
                 continue
             del share.used[block]
             self._count(self._used_in_slab, share, block, -1)
-            if block in share.key_of:
+            if any(self._closed[slab] for slab in self._span(block, share.block_bytes)):
+                self.forget(model, block)
+                for slab in self._span(block, share.block_bytes):
+                    if self.vacant(slab):
+                        self._owner[slab] = None
+            elif block in share.key_of:
                 self._releases += 1
                 share.cached[block] = self._releases
                 self._count(self._cached_in_slab, share, block, 1)
@@ -145,6 +202,40 @@ class BlockPool:
             share.block_of[key] = block
             share.key_of[block] = key
 
+    def holds(self, model: str, key: bytes) -> bool:
+        """Whether `find` would find it."""
+        return key in self._shares[model].block_of
+
+    def forget(self, model: str, block: int) -> None:
+        """The content of a used block can no longer be found."""
+        share = self._shares[model]
+        if (key := share.key_of.pop(block, None)) is not None:
+            del share.block_of[key]
+
+    def next_evictions(self, model: str, count: int) -> list[tuple[int, bytes]]:
+        """The cached blocks that would be evicted first, with their keys; at most `count`."""
+        share = self._shares[model]
+        return [(block, share.key_of[block]) for block in islice(share.cached, count)]
+
+    def pin(self, model: str, key: bytes) -> tuple[int, int]:
+        """A cached block is in use, until `unpin` gives it back what this gives: block, and when it was used before."""
+        share = self._shares[model]
+        stamp = share.cached[share.block_of[key]]
+        return self.find(model, [key])[0], stamp
+
+    def unpin(self, model: str, pinned: Sequence[tuple[int, int]]) -> None:
+        """Released; those that nobody has used meanwhile are as old as they were."""
+        share = self._shares[model]
+        self.release(model, [block for block, _ in pinned])
+        share.cached.update((block, stamp) for block, stamp in pinned if block in share.cached)
+        share.cached = dict(sorted(share.cached.items(), key=itemgetter(1)))
+
+    def scarce(self, part: float) -> bool:
+        """Whether less than this part of the open slabs' bytes is free (what is cached is not)."""
+        empty = sum(owner is None and not closed for owner, closed in zip(self._owner, self._closed, strict=True))
+        free = empty * self.slab_bytes + sum(len(share.free) * share.block_bytes for share in self._shares.values())
+        return free < part * self.open_slabs * self.slab_bytes
+
     # Finding memory --------------------------------------------------------------------------------------------------
 
     def _use(self, share: _Share, block: int) -> None:
@@ -157,7 +248,8 @@ class BlockPool:
 
     def _can_find(self, model: str, share: _Share, count: int) -> bool:
         """Whether it is worth evicting anything: an upper bound on the blocks that could be had."""
-        idle = sum(not used and owner != model for used, owner in zip(self._used_in_slab, self._owner, strict=True))
+        slabs = zip(self._used_in_slab, self._owner, self._closed, strict=True)
+        idle = sum(not used and owner != model and not closed for used, owner, closed in slabs)
         straddling = idle + 1
         return len(share.free) + len(share.cached) + idle * self.slab_bytes // share.block_bytes + straddling >= count
 
@@ -179,12 +271,15 @@ class BlockPool:
         best: tuple[int, int, int, bool, int] | None = None
         chosen: list[int] | None = None
         for slab in range(self.slabs):
-            if self._owner[slab] == model or self._used_in_slab[slab]:
+            if self._owner[slab] == model or self._used_in_slab[slab] or self._closed[slab]:
                 continue
             touching = self._touching(slab, share.block_bytes)
             for block in {touching[0], touching[min(1, len(touching) - 1)]} if touching else ():
-                missing = [other for other in self._span(block, share.block_bytes) if self._owner[other] != model]
+                span = self._span(block, share.block_bytes)
+                missing = [other for other in span if self._owner[other] != model]
                 if not missing or any(self._used_in_slab[other] for other in missing):
+                    continue
+                if any(self._closed[other] for other in span):
                     continue
                 age = max(self._last_cached[other] if self._cached_in_slab[other] else 0 for other in missing)
                 foreign = sum(self._owner[other] is not None for other in missing)
@@ -206,7 +301,8 @@ class BlockPool:
             loser.free = [block for block in loser.free if block not in gone]
         self._owner[slab] = model
         for block in reversed(self._touching(slab, share.block_bytes)):
-            if all(self._owner[other] == model for other in self._span(block, share.block_bytes)):
+            span = self._span(block, share.block_bytes)
+            if all(self._owner[other] == model and not self._closed[other] for other in span):
                 share.free.append(block)
 
     def _evict(self, share: _Share, block: int) -> None:
@@ -234,17 +330,25 @@ class BlockPool:
             assert sum(map(len, groups)) == len(set.union(*groups)), f"{model}: a block is in two states"
             assert len(share.free) == len(groups[2]), f"{model}: a block is free twice"
             assert all(share.used.values()), f"{model}: a block is used by nobody"
-            owned = {slab for slab, owner in enumerate(self._owner) if owner == model}
+            owned = {slab for slab, owner in enumerate(self._owner) if owner == model and not self._closed[slab]}
             whole = {
                 block
                 for slab in owned
                 for block in self._touching(slab, share.block_bytes)
                 if owned.issuperset(self._span(block, share.block_bytes))
             }
-            assert whole == set.union(*groups), f"{model}: blocks lost or invented"
+            leaving = {
+                block
+                for block in share.used
+                if any(self._closed[slab] for slab in self._span(block, share.block_bytes))
+            }
+            assert whole == set.union(*groups) - leaving, f"{model}: blocks lost or invented"
+            assert not leaving & set(share.key_of), f"{model}: content of a closed slab can be found"
             assert share.block_of == {key: block for block, key in share.key_of.items()}, f"{model}: keys differ"
             assert groups[1] <= set(share.key_of) <= groups[0] | groups[1], f"{model}: a key without its block"
             for name, blocks in (("used", groups[0]), ("cached", groups[1])):
                 for block in blocks:
                     self._count(counts[name], share, block, 1)
+        for slab, owner in enumerate(self._owner):
+            assert owner is None or not self.vacant(slab), f"slab {slab} was given away and belongs to {owner}"
         assert counts == {"used": self._used_in_slab, "cached": self._cached_in_slab}, "counts of slabs are off"

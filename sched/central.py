@@ -131,7 +131,7 @@ class CentralCore:
             assert model.ranking.loads == {
                 worker.id: worker.outstanding
                 for worker in self._workers.values()
-                if worker.serves(name) and worker.held(name) < model.window
+                if worker.serves(name) and worker.held(name) < self._window(worker, model)
             }, name
             assert list(model.queue) == sorted(model.queue, key=model.queue.__getitem__), model.spec.name
 
@@ -304,6 +304,7 @@ class CentralCore:
                     submit.prompt_tokens,
                     submit.sampling,
                     self._doors[request.door].sink,
+                    submit.tenant,
                 ),
             )
 
@@ -322,11 +323,17 @@ class CentralCore:
         _, worker = min(fitting, default=(0, ""))
         return self._workers.get(worker)
 
+    def _window(self, worker: Worker, model: Model) -> int:
+        """How many requests of the model this worker may have."""
+        settings = self.settings.devices.get(worker.gpu)
+        fair = settings is not None and settings.fairness != "fcfs"
+        return max(model.window, routing.FAIR_WINDOW) if fair else model.window
+
     def _rank(self, worker: Worker) -> None:
         """Its load has changed, or what it serves: every model that it serves needs to know."""
         for name, replica in worker.replicas.items():
             model = self._models[name]
-            if replica.state == "ready" and worker.held(name) < model.window:
+            if replica.state == "ready" and worker.held(name) < self._window(worker, model):
                 model.ranking.update(worker.id, worker.outstanding)
             else:
                 model.ranking.remove(worker.id)

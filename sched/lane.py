@@ -3,21 +3,38 @@
 It launches a step before the one ahead of it has landed: it counts tokens and never looks at one. That a sequence has
 ended by itself it learns when the step lands, one step late; what that sequence had drawn meanwhile is dropped.
 
-Memory: a sequence is admitted with blocks for all its known tokens and grows block by block. An older sequence that
-finds no block takes those of the youngest one of its model, which waits and later computes again what is not cached.
+Who has memory is decided in residency.py, in what order in fairness.py, which model is next in policy.py, and what is
+borrowed from and lent to other devices in neighbours.py.
 """
 
 from typing import assert_never
 
 from forebay.sched.blocks import BlockPool
-from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report, Reset
-from forebay.sched.memory import LaneMemory
+from forebay.sched.fairness import Fairness, FirstComeFirstServed
+from forebay.sched.lane_events import (
+    Deliver,
+    LaneCommand,
+    LaneEvent,
+    ModelOpened,
+    Report,
+    Reset,
+    SlabsBack,
+    SpillFreed,
+    SpillGrew,
+    SpillRevoked,
+    Tick,
+)
+from forebay.sched.neighbours import Neighbours
 from forebay.sched.policy import Phase, Policy
+from forebay.sched.residency import Residency
 from forebay.sched.sequence import Lane, Sequence
+from forebay.sched.spill import SpillSpace
 from forebay.transport.messages import (
     BLOCK_TOKENS,
     Cancel,
     CloseSequence,
+    CopyDone,
+    CopyFailed,
     Ended,
     Finished,
     FinishReason,
@@ -42,18 +59,31 @@ TOKEN_STOPS, TOKEN_INVALID = 1, 2
 class LaneCore:
     """Several calls to `handle`, one after the other; the commands of each are to be carried out in order."""
 
-    def __init__(self, pool: BlockPool, policy: Policy, prefix_cache: bool = True) -> None:
-        self.memory = LaneMemory(pool, policy.division, prefix_cache)
+    def __init__(
+        self,
+        pool: BlockPool,
+        policy: Policy,
+        prefix_cache: bool = True,
+        fairness: Fairness | None = None,
+        space: SpillSpace | None = None,
+        lend: bool = False,
+    ) -> None:
+        """`space` is where preempted sequences go (none: they compute their tokens again), `lend` whether idle slabs of
+        the pool are lent to others."""
+        self._fairness = fairness or FirstComeFirstServed()
+        space = space or SpillSpace(0, 0, pool.slab_bytes)
+        self._residency = Residency(pool, policy.division, prefix_cache, self._fairness, space)
+        self._neighbours = Neighbours(self._residency, lend)
+        self.memory = self._residency.memory
+        self.swap = self._residency.swap
         self._policy = policy
         self._lanes: dict[str, Lane] = {}
         self._by_request: dict[int, Sequence] = {}
         self._in_flight: dict[int, tuple[StepPlan, list[Sequence]]] = {}
         self._sequences = 0
         self._steps = 0
-        self._starved: Sequence | None = None
         self._commands: list[LaneCommand] = []
         self._outbox: dict[str, list[ToFrontDoor]] = {}
-        self.preemptions = 0
         self.wasted_slots = 0
 
     def handle(self, now: float, event: LaneEvent) -> list[LaneCommand]:
@@ -67,10 +97,20 @@ class LaneCore:
                 if sequence is not None and sequence.start.epoch == epoch:
                     self._end(sequence, "aborted")
             case ModelOpened(model, block_bytes, max_sequences, step_tokens, popularity):
-                self.memory.add_model(model, block_bytes, popularity)
+                self._residency.add_model(model, block_bytes, popularity)
                 self._lanes[model] = Lane(model, block_bytes, max_sequences, step_tokens)
             case StepFailed(step, reason):
                 self._fail_step(step, reason)
+            case CopyDone(copy) | CopyFailed(copy):
+                self._copied(copy, isinstance(event, CopyDone))
+            case SpillGrew(slots):
+                self.swap.space.grow(slots)
+            case SpillRevoked(slots, deadline_s):
+                self.swap.space.revoke(slots, now + deadline_s)
+            case SlabsBack(slabs):
+                self._neighbours.back(slabs)
+            case Tick():
+                pass
             case Reset():
                 for sequence in list(self._by_request.values()):
                     sequence.reported = True
@@ -78,7 +118,9 @@ class LaneCore:
             case _:
                 assert_never(event)
         self.memory.adapt(now, self._lanes.values())
+        self._make_room(now)
         self._launch()
+        self._commands.extend(self._neighbours.decide(now, self._lanes.values()))
         self._commands.extend(Deliver(sink, tuple(messages)) for sink, messages in self._outbox.items())
         self._outbox.clear()
         commands, self._commands = self._commands, []
@@ -86,24 +128,25 @@ class LaneCore:
 
     @property
     def idle(self) -> bool:
-        return not self._by_request and not self._in_flight
+        return not self._by_request and not self._in_flight and not self.swap.in_flight
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence had to make room."""
+        return self._residency.preemptions
 
     def check(self) -> None:
         """Asserts that every block in use belongs to one sequence, and that idle means empty."""
-        self.memory.check()
+        copying = self.swap.copying
         flying = {id(s): s for _, sequences in self._in_flight.values() for s in sequences}
-        for lane in self._lanes.values():
-            assert all(s.state == "waiting" and not s.blocks for s in lane.waiting), lane.model
-            assert all(s.state == "running" for s in lane.running), lane.model
-            assert len(lane.running) <= lane.max_sequences, lane.model
-            ending = [s for s in flying.values() if s.model == lane.model and s.state == "ending"]
-            held = [block for s in [*lane.running, *ending] for block in s.blocks]
-            assert len(set(held)) == self.memory.pool.used(lane.model), f"{lane.model}: blocks leaked"
+        flying |= {id(s): s for s in copying}
+        self._residency.check(self._lanes.values(), (s for s in flying.values() if s.state == "ending"))
+        self._neighbours.check()
         live = {id(s) for lane in self._lanes.values() for s in lane}
         assert live == {id(s) for s in self._by_request.values()}, "requests and sequences differ"
         for sequence in flying.values():
             count = sum(sequence in sequences for _, sequences in self._in_flight.values())
-            assert sequence.in_flight == count, sequence
+            assert sequence.in_flight == count + (sequence in copying), sequence
 
     # Requests ------------------------------------------------------------------------------------------------------
 
@@ -120,6 +163,7 @@ class LaneCore:
         self._sequences += 1
         sequence = Sequence(self._sequences, self._sequences, start)
         self._by_request[start.request] = sequence
+        self._fairness.arrives(sequence)
         self._lanes[start.model].wait(sequence)
         self._commands.append(
             OpenSequence(sequence.number, start.model, start.tokens, start.prompt_tokens, start.sampling)
@@ -142,12 +186,11 @@ class LaneCore:
 
     def _end(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         """The one place where a sequence ends."""
-        lane = self._lanes[sequence.model]
         del self._by_request[sequence.start.request]
-        (lane.waiting if sequence.state == "waiting" else lane.running).remove(sequence)
-        if self._starved is sequence:
-            self._starved = None
-        sequence.move("end_in_flight" if sequence.in_flight and sequence.state == "running" else "end")
+        self._lanes[sequence.model].remove(sequence)
+        self._residency.forget(sequence)
+        self._fairness.departs(sequence)
+        sequence.move("end_in_flight" if sequence.in_flight else "end")
         if sequence.state == "ended":
             self._bury(sequence)
         if not sequence.reported:
@@ -158,7 +201,7 @@ class LaneCore:
             self._commands.append(Report(Ended(start.request, start.epoch, reason, made, sequence.cached)))
 
     def _bury(self, sequence: Sequence) -> None:
-        self.memory.release(sequence)
+        self._residency.bury(sequence)
         self._commands.append(CloseSequence(sequence.number, sequence.model))
 
     def _post(self, sink: str, message: ToFrontDoor) -> None:
@@ -210,16 +253,52 @@ class LaneCore:
                 sequence.move("land")
                 self._bury(sequence)
 
+    # Memory ----------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, now: float) -> None:
+        """Lets sequences change places, and empties what was asked back."""
+        for lane in self._lanes.values():
+            self._residency.exchange(lane)
+        if slots := self._residency.vacate(now, self._lanes.values()):
+            self._commands.append(SpillFreed(slots))
+        self._residency.clean(self._lanes.values())
+        self._begin_copies()
+
+    def _begin_copies(self) -> None:
+        self._commands.extend(self.swap.commands)
+        self.swap.commands.clear()
+
+    def _copied(self, copy: int, whole: bool) -> None:
+        sequence = self._residency.copied(self._lanes, copy, whole)
+        if sequence is None:
+            return
+        if sequence.state == "ending":
+            if not sequence.in_flight:
+                sequence.move("land")
+                self._bury(sequence)
+        elif sequence.state == "running":
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """It is on the device, for the first time or again."""
+        if not sequence.started:
+            sequence.started = True
+            self._fairness.admits(sequence)
+            self._commands.append(Report(Started(sequence.start.request, sequence.start.epoch)))
+
     # Steps that are launched -----------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
         while len(self._in_flight) < STEPS_AHEAD:
-            busy = [lane for lane in self._lanes.values() if lane.running or lane.waiting]
+            busy = [lane for lane in self._lanes.values() if lane.running or lane.waiting or lane.going]
             prefilling = any(work.count > 1 for plan, _ in self._in_flight.values() for work in plan.work)
-            if any(self._launch_step(lane, phase) for lane, phase in self._policy.choose(busy, prefilling)):
+            launched = any(self._launch_step(lane, phase) for lane, phase in self._policy.choose(busy, prefilling))
+            self._begin_copies()
+            if launched:
                 continue
-            if self._in_flight or not self._break_stall(busy):
+            if self._in_flight or self.swap.in_flight or not self._residency.break_stall(busy):
                 return
+            self._begin_copies()
 
     def _launch_step(self, lane: Lane, phase: Phase) -> bool:
         """Launches a step of this model if there is anything to compute: decodes first, so that a long prompt delays
@@ -237,7 +316,10 @@ class LaneCore:
                     budget -= share.count
                     work.append(share)
                     sequences.append(sequence)
-        while phase == "mixed" and budget > 0 and (newcomer := self._admit(lane)) is not None:
+        while phase == "mixed" and budget > 0 and (newcomer := self._residency.admit(lane)) is not None:
+            if newcomer.state == "loading":
+                continue
+            self._begin(newcomer)
             share = self._share(lane, newcomer, budget)
             assert share is not None, "a sequence is admitted with the blocks of its first steps"
             budget -= share.count
@@ -256,10 +338,10 @@ class LaneCore:
 
     def _share(self, lane: Lane, sequence: Sequence, budget: int) -> Work | None:
         """This sequence's part of a step, or None if it has nothing to compute or no memory to put it."""
-        if sequence.exhausted or sequence.held:
+        if sequence.exhausted or sequence.held or sequence.leaving:
             return None
         count = min(sequence.pending, budget)
-        if not self._grow(lane, sequence, sequence.computed + count):
+        if not self._residency.grow(lane, sequence, sequence.computed + count):
             return None
         kept, start = sequence.placed, sequence.computed
         sequence.placed = len(sequence.blocks)
@@ -267,61 +349,7 @@ class LaneCore:
         sample = sequence.pending == 0
         if sample:
             sequence.known += 1
+            sequence.stretch += 1
+            self._fairness.draws(sequence)
         sequence.in_flight += 1
         return Work(sequence.number, start, count, kept, tuple(sequence.blocks[kept:]), sample)
-
-    def _grow(self, lane: Lane, sequence: Sequence, tokens: int) -> bool:
-        """Blocks for that many tokens, at the cost of younger sequences of the model if need be."""
-        while not self.memory.grow(sequence, tokens, alone=len(lane.running) == 1):
-            victim = lane.running[-1]
-            if victim is sequence:
-                return False
-            if victim.in_flight:  # its blocks are in use until that step lands
-                victim.held = True
-                return False
-            self._preempt(lane, victim)
-        return True
-
-    def _preempt(self, lane: Lane, victim: Sequence) -> None:
-        victim.move("preempt")
-        lane.running.remove(victim)
-        self.memory.release(victim)
-        lane.wait(victim)
-        self.preemptions += 1
-
-    def _admit(self, lane: Lane) -> Sequence | None:
-        """The oldest waiting sequence, now running and with blocks for all that is known of it, if there is room.
-
-        While one waits for memory that others hold, no younger one of any model is admitted: else a stream of small
-        requests would keep a large one waiting for ever. One that waits for its own model's quota delays only that."""
-        if not lane.waiting or len(lane.running) >= lane.max_sequences:
-            return None
-        sequence = lane.waiting[0]
-        if self._starved is not None and self._starved.arrival < sequence.arrival:
-            return None
-        if any(other.held for other in lane.running):
-            return None
-        if not self.memory.admit(sequence, alone=not lane.running):
-            if self.memory.within_quota(sequence):
-                self._starved = sequence
-            return None
-        if self._starved is sequence:
-            self._starved = None
-        del lane.waiting[0]
-        sequence.move("admit")
-        lane.run(sequence)
-        if not sequence.started:
-            sequence.started = True
-            self._commands.append(Report(Started(sequence.start.request, sequence.start.epoch)))
-        return sequence
-
-    def _break_stall(self, busy: list[Lane]) -> bool:
-        """Nothing is in flight and nothing can be launched: every lane lacks blocks that other lanes hold. Whoever
-        came last gives way, until the oldest can go on; alone it fits, because longer requests are refused."""
-        running = sorted(sequence for lane in busy for sequence in lane.running)
-        oldest = min((sequence for lane in busy for sequence in lane), default=None)
-        victims = [sequence for sequence in running if sequence is not oldest]
-        if not victims:
-            return False
-        self._preempt(self._lanes[victims[-1].model], victims[-1])
-        return True

@@ -3,6 +3,9 @@
 from forebay.transport.messages import (
     Cancel,
     CloseSequence,
+    CopyBlocks,
+    CopyDone,
+    CopyFailed,
     Message,
     OpenSequence,
     Start,
@@ -30,7 +33,44 @@ class Reset(Message, frozen=True):
     reason: str
 
 
-LaneEvent = ModelOpened | Start | Cancel | StepDone | StepFailed | Reset
+class Tick(Message, frozen=True):
+    """Time has passed."""
+
+
+class SpillGrew(Message, frozen=True):
+    """Lent memory is mapped in these slots of the spill arena."""
+
+    slots: tuple[int, ...]
+
+
+class SpillRevoked(Message, frozen=True):
+    """These slots of the arena are asked back. By the deadline `SpillFreed` is said of each, unless a copy that had
+    begun is still on its way then. Send a `Tick` at the deadline."""
+
+    slots: tuple[int, ...]
+    deadline_s: float
+
+
+class SlabsBack(Message, frozen=True):
+    """These slabs of the pool were lent and are its own again, asked for or not. Their content means nothing."""
+
+    slabs: tuple[int, ...]
+
+
+LaneEvent = (
+    ModelOpened
+    | Start
+    | Cancel
+    | StepDone
+    | StepFailed
+    | CopyDone
+    | CopyFailed
+    | SpillGrew
+    | SpillRevoked
+    | SlabsBack
+    | Tick
+    | Reset
+)
 
 
 class Deliver(Message, frozen=True):
@@ -46,4 +86,42 @@ class Report(Message, frozen=True):
     message: ToScheduler
 
 
-LaneCommand = OpenSequence | CloseSequence | StepPlan | Deliver | Report
+class WantSpill(Message, frozen=True):
+    """Borrow so many bytes for the spill arena, if there is anything to be had: `SpillGrew` answers, perhaps with less,
+    perhaps never."""
+
+    bytes: int
+
+
+class SpillFreed(Message, frozen=True):
+    """Nothing of ours is in these slots of the arena any more, asked back or not needed: give them back."""
+
+    slots: tuple[int, ...]
+
+
+class LendSlabs(Message, frozen=True):
+    """These slabs of the pool may be lent to others, until `SlabsBack`; nothing here touches them. What they hold is to
+    be zeroed first."""
+
+    slabs: tuple[int, ...]
+
+
+class TakeBackSlabs(Message, frozen=True):
+    """Ask for so many of the lent slabs, any of them, within the deadline."""
+
+    count: int
+    deadline_s: float
+
+
+LaneCommand = (
+    OpenSequence
+    | CloseSequence
+    | StepPlan
+    | CopyBlocks
+    | Deliver
+    | Report
+    | WantSpill
+    | SpillFreed
+    | LendSlabs
+    | TakeBackSlabs
+)

@@ -17,7 +17,7 @@ class LaneMemory:
 
     def __init__(self, pool: BlockPool, division: Division, prefix_cache: bool) -> None:
         self.pool = pool
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._division = division
         self._quotas = Quotas(pool.size)
         self._next_adaptation = 0.0
@@ -32,7 +32,7 @@ class LaneMemory:
         """Blocks for all that is known of a waiting sequence and for the token after it; what of its beginning is in
         blocks already counts as computed. All or nothing."""
         found: tuple[int, ...] = ()
-        if self._prefix_cache:
+        if self.prefix_cache:
             # The last known token is always computed, for the next one is drawn from it.
             found = self.pool.find(sequence.model, sequence.keys.first((sequence.known - 1) // BLOCK_TOKENS))
         sequence.blocks.extend(found)
@@ -47,10 +47,10 @@ class LaneMemory:
             sequence.cached = sequence.computed
         return True
 
-    def within_quota(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence that found no memory may have it: then others hold what it waits for."""
+    def within_quota(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether a sequence that found no memory for so many tokens may have it: then others hold what it lacks."""
         pool = self.pool
-        return pool.used(sequence.model) + sequence.blocks_for(sequence.known + 1) <= pool.quota(sequence.model)
+        return pool.used(sequence.model) + sequence.blocks_for(tokens) <= pool.quota(sequence.model)
 
     def grow(self, sequence: Sequence, tokens: int, alone: bool) -> bool:
         """Blocks for that many tokens of a running sequence."""
@@ -65,7 +65,7 @@ class LaneMemory:
     def landed(self, sequence: Sequence, tokens: int) -> None:
         """The keys and values of its first `tokens` tokens are in its blocks."""
         sequence.landed = tokens
-        if self._prefix_cache:
+        if self.prefix_cache:
             full = tokens // BLOCK_TOKENS
             if full > sequence.published:
                 keys = sequence.keys.first(full)

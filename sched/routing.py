@@ -15,6 +15,11 @@ def window(spec: ModelSpec) -> int:
     return spec.max_sequences + max(2, spec.max_sequences // 4)
 
 
+FAIR_WINDOW = 1024
+"""The same for a worker that shares its time fairly (cfs, vtc): it can only be fair to requests that it has. What it
+then holds back from other replicas is the price."""
+
+
 def outstanding_tokens(known: int, prompt: int, max_tokens: int, mean_output: float) -> int:
     """Work that a request brings: the tokens it comes with, and those it will probably still make."""
     generated = known - prompt

@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from forebay.sched.prefix import KeyChain
 from forebay.sched.states import SEQUENCE, move
@@ -14,12 +15,15 @@ class Sequence:
     """A request on this device.
 
     `known` counts the tokens that exist or that a step in flight will have drawn by the time the next one runs;
-    `computed` those whose keys and values are in blocks, or will be, `landed` those of which it is certain.
-    `delivered` counts output tokens that were handed out. `in_flight` counts steps that were launched and have not
+    `computed` those whose keys and values are in blocks, or will be, `landed` those of which it is certain. `delivered`
+    counts output tokens that were handed out. `in_flight` counts steps and copies that were launched and have not
     landed. The first `placed` of its blocks are in the runner's table, the first `published` can be found by others.
     `cached` tokens of what it came with were found in blocks that others had computed. `held`: it makes room for an
-    older one, and is not launched in the step that is being planned. `started` and `reported`: the scheduler was told
-    of its start, everybody of its end."""
+    older one, and is not launched in the step that is being planned; `leaving`: it makes room for one that has had
+    less, and is launched no more until it was away. `stretch` counts the tokens that it has drawn since it came (back)
+    onto the device, `away_since` is the fairness policy's. While it is spilled, or on its way, `away` names the block
+    of the arena that holds each of its blocks, None where only the text is known, of `saved` tokens together. `started`
+    and `reported`: the scheduler was told of its start, everybody of its end."""
 
     number: int
     arrival: int
@@ -35,6 +39,11 @@ class Sequence:
     published: int = 0
     cached: int = 0
     held: bool = False
+    leaving: bool = False
+    stretch: int = 0
+    away_since: int = 0
+    away: list[int | None] = field(default_factory=list)
+    saved: int = 0
     started: bool = False
     reported: bool = False
     keys: KeyChain = field(init=False)
@@ -79,10 +88,15 @@ class Sequence:
         return self.arrival < other.arrival
 
 
+Blocked = Literal["", "slots", "memory"]
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One model on this device: its waiting and running sequences, both oldest first. `launched` and `prefilled` are
-    the numbers of its latest step, and of its latest with a prefill; 0 before the first."""
+    """One model on this device. `waiting` are those without memory, spilled ones among them, `running` those with, or
+    being loaded, `going` those whose blocks are being written to the arena; the first two oldest first. `blocked`: what
+    the next one waited for when it was last looked at. `launched` and `prefilled` are the numbers of its latest step,
+    and of its latest with a prefill; 0 before the first."""
 
     model: str
     block_bytes: int
@@ -90,8 +104,10 @@ class Lane:
     step_tokens: int
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
+    going: list[Sequence] = field(default_factory=list)
     launched: int = 0
     prefilled: int = 0
+    blocked: Blocked = ""
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence)
@@ -102,7 +118,7 @@ class Lane:
     @property
     def oldest(self) -> int:
         """Arrival of its oldest sequence; call it only on a lane that has one."""
-        return min(group[0].arrival for group in (self.waiting, self.running) if group)
+        return min(group[0].arrival for group in (self.waiting, self.running, self.going) if group)
 
     @property
     def has_prefill(self) -> bool:
@@ -112,6 +128,17 @@ class Lane:
     def has_decode(self) -> bool:
         return any(sequence.pending == 1 for sequence in self.running)
 
+    def remove(self, sequence: Sequence) -> None:
+        """Takes it out of the list that its state says."""
+        match sequence.state:
+            case "waiting" | "spilled":
+                self.waiting.remove(sequence)
+            case "spilling":
+                self.going.remove(sequence)
+            case _:
+                self.running.remove(sequence)
+
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
+        yield from self.going
         yield from self.waiting

@@ -47,12 +47,42 @@ REPLICA: Final[Table] = {
 }
 
 SEQUENCE: Final[Table] = {
-    # A request as the worker's lane core sees it. `ending`: its ending was reported, but a step in flight still uses
-    # its blocks.
-    "waiting": {"admit": "running", "end": "ended"},
-    "running": {"preempt": "waiting", "end": "ended", "end_in_flight": "ending"},
+    # A request as the worker's lane core sees it. `ending`: its ending was reported, but a step or a copy in flight
+    # still uses its blocks. One that gives way is written to the spill arena (spilling), rests there (spilled) and
+    # comes back (loading); where that fails at any point it waits, and computes its tokens again. A waiting one may
+    # find the keys and values of its beginning in the arena, too.
+    "waiting": {"admit": "running", "load": "loading", "end": "ended"},
+    "running": {"preempt": "waiting", "spill": "spilling", "end": "ended", "end_in_flight": "ending"},
+    "spilling": {"copied": "spilled", "fail": "waiting", "end_in_flight": "ending"},
+    "spilled": {
+        "load": "loading",
+        "admit": "running",
+        "drop": "waiting",
+        "end": "ended",
+        "end_in_flight": "ending",
+    },
+    "loading": {"copied": "running", "fail": "waiting", "end_in_flight": "ending"},
     "ending": {"land": "ended"},
     "ended": {},
+}
+
+SLAB: Final[Table] = {
+    # A slab that its lender has offered. `gone`: its lender's own again, or destroyed; the number is not used again.
+    "free": {"lend": "lent", "take": "gone"},
+    "lent": {"return": "returned", "take": "gone"},
+    "returned": {"offer": "free", "take": "gone"},
+    "gone": {},
+}
+
+LEASE: Final[Table] = {
+    # `settle`: what was asked back has come, and something is left.
+    "granted": {"map": "active", "revoke": "revoking", "strand": "stranded", "end": "over"},
+    "active": {"revoke": "revoking", "strand": "stranded", "end": "over"},
+    "revoking": {"settle": "active", "expire": "overdue", "strand": "stranded", "end": "over"},
+    "overdue": {"settle": "active", "strand": "stranded", "end": "over"},
+    # Its lender is gone. One that comes back (it was only silent) finds it being asked back.
+    "stranded": {"resume": "revoking", "end": "over"},
+    "over": {},
 }
 
 TABLES: Final[Mapping[str, Table]] = {
@@ -60,4 +90,6 @@ TABLES: Final[Mapping[str, Table]] = {
     "worker": WORKER,
     "replica": REPLICA,
     "sequence": SEQUENCE,
+    "slab": SLAB,
+    "lease": LEASE,
 }

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from forebay.sched.states import TABLES
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -39,6 +41,29 @@ def test_the_picture_is_what_its_program_draws() -> None:
         [sys.executable, str(ROOT / "docs" / "picture.py")], capture_output=True, text=True, timeout=30, check=True
     ).stdout
     assert (ROOT / "docs" / "forebay.svg").read_text(encoding="utf-8") == drawn
+
+
+@pytest.mark.parametrize("name", ["request", "lease", "slab"])
+def test_the_states_are_those_of_the_code(name: str) -> None:
+    rows = []
+    for state, moves in TABLES[name].items():
+        events: dict[str, list[str]] = {}
+        for event, target in moves.items():
+            events.setdefault(target, []).append(event)
+        if events:
+            rows.append((state, {target: set(found) for target, found in events.items()}))
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = re.search(rf"\| a {name} \| may become \|\n\|---\|---\|\n((?:\|.*\n)+)", text)
+    assert table is not None
+    drawn = []
+    for row in table[1].splitlines():
+        _, state, moves_drawn, _ = (cell.strip() for cell in row.split("|"))
+        targets = re.findall(r"(\w+) \(([^)]*)\)", moves_drawn)
+        # An event may be explained: "end: its worker has ended it", "conclude: …; abort".
+        drawn.append(
+            (state, {to: {part.partition(":")[0].strip() for part in re.split("[,;]", how)} for to, how in targets})
+        )
+    assert drawn == rows
 
 
 def test_git_ignores_what_the_documented_commands_write() -> None:

@@ -18,17 +18,20 @@ class RefusedAddress(ValueError):
     """An address at which nothing of ours listens; says what is allowed."""
 
 
-def check_http_host(host: str) -> str:
-    """The host itself, if HTTP may listen there."""
+def check_http_host(host: str, authenticated: bool = False) -> str:
+    """The host itself, if HTTP may listen there: on loopback, or anywhere if requests need a token."""
     if host != "localhost":
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
             address = None
-        if address is None or not address.is_loopback or "%" in host:
+        no_address = address is None or "%" in host
+        if authenticated and no_address:
+            raise RefusedAddress(f"HTTP on {host!r} is refused: it is no address (127.0.0.1, 0.0.0.0, ::, localhost)")
+        if not authenticated and (address is None or no_address or not address.is_loopback):
             raise RefusedAddress(
                 f"HTTP on {host!r} is refused: requests are not authenticated, so only loopback is allowed "
-                "(127.0.0.1, ::1, localhost); put a proxy in front to reach it from elsewhere"
+                "(127.0.0.1, ::1, localhost); set http.token to listen elsewhere, and put a proxy with TLS in front"
             )
     return host
 

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from forebay.transport.messages import PROTOCOL_VERSION, Message, ToFrontDoor, ToScheduler, ToWorker
+from forebay.transport.messages import PROTOCOL_VERSION, Message, ToFrontDoor, ToPartyLink, ToScheduler, ToWorker
 
 Incoming = TypeVar("Incoming")
 
@@ -70,3 +70,7 @@ def read_to_worker() -> Reader[ToWorker]:
 
 def read_to_front_door() -> Reader[ToFrontDoor]:
     return Reader(ToFrontDoor)
+
+
+def read_to_party() -> Reader[ToPartyLink]:
+    return Reader(ToPartyLink)

@@ -3,7 +3,17 @@
 A peer that was lost joins again while messages of its earlier membership are still on their way; those must not count.
 """
 
-from forebay.transport.messages import Opened, Refused, Rejoin, Stop, ToFrontDoor, ToWorker, Welcome
+from forebay.transport.messages import (
+    Attached,
+    Opened,
+    Refused,
+    Rejoin,
+    Stop,
+    ToFrontDoor,
+    ToPartyLink,
+    ToWorker,
+    Welcome,
+)
 
 
 class Session:
@@ -19,8 +29,8 @@ class Session:
         self.welcomed = False
         return self.number
 
-    def admits(self, message: ToWorker | ToFrontDoor) -> bool:
+    def admits(self, message: ToWorker | ToFrontDoor | ToPartyLink) -> bool:
         """Whether a message that came from the scheduler, in order, is to be heeded."""
-        if isinstance(message, Welcome | Opened):
+        if isinstance(message, Welcome | Opened | Attached):
             self.welcomed = self.welcomed or message.session == self.number
         return self.welcomed or isinstance(message, Rejoin | Refused | Stop)

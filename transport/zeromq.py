@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -58,12 +58,16 @@ class _Socket:
             if self._closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._read()
             except zmq.Again:
                 return
             if self._on_frames is not None:
                 self._on_frames(frames)
         self._loop.call_soon(self._pump)
+
+    def _read(self) -> list[bytes]:
+        """Raises zmq.Again when there is nothing."""
+        return self._socket.recv_multipart(zmq.NOBLOCK)
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled and not self._closed:
@@ -93,7 +97,7 @@ class _Bound:
     """A lock beside a listening Unix socket: ZeroMQ would take over the address of a living process without a word.
     Socket and lock go when it is closed; what a killed process left of both is taken over."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str, mode: int = 0o600) -> None:
         self._made: list[Path] = []
         self._lock: int | None = None
         check_endpoint(endpoint)
@@ -111,7 +115,7 @@ class _Bound:
                 raise AddressInUse(f"cannot listen at {endpoint}: {error.strerror or error}") from error
             if path is not None:
                 self._made.insert(0, path)
-                path.chmod(0o600)
+                path.chmod(mode)
             undo.pop_all()
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -148,23 +152,49 @@ class _Bound:
 
 
 class ZmqHub(_Socket, Generic[Out, In]):
-    """A hub that listens at `endpoint` (tcp port `*`: any free one; then read `.endpoint`). Raises RefusedAddress,
-    AddressInUse."""
+    """A hub that listens at `endpoint` (tcp port `*`: any free one; then read `.endpoint`). At a Unix socket the
+    processes of `uids` may connect beside this user's; while their messages are handed over, `foreign` is true, by the
+    kernel's word. Raises RefusedAddress, AddressInUse."""
 
-    def __init__(self, endpoint: str, read: Reader[In], on_messages: FromPeer[In], on_unreadable: Unreadable) -> None:
-        receive = Receiver(read, on_messages, on_unreadable)
-        super().__init__(zmq.ROUTER, lambda frames: receive(frames[0].decode(errors="backslashreplace"), frames[-1]))
+    def __init__(
+        self,
+        endpoint: str,
+        read: Reader[In],
+        on_messages: FromPeer[In],
+        on_unreadable: Unreadable,
+        uids: Collection[int] = (),
+    ) -> None:
+        self._receive = Receiver(read, on_messages, on_unreadable)
+        super().__init__(
+            zmq.ROUTER,
+            lambda frames: self._receive(frames[0].decode(errors="backslashreplace"), frames[-1]),
+        )
         self._out: dict[str, list[Message]] = {}
-        # A peer that reconnects under its name takes the place of its own dead connection.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.foreign = False
+        self._watched = bool(set(uids) - {os.getuid()})
+        # A peer that reconnects under its name takes the place of its own dead connection. Among several users nobody
+        # takes anybody's place: the kernel closes what is dead.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, int(not self._watched))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if endpoint.startswith("ipc://"):
+            for uid in {os.getuid(), *uids}:
+                self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
         try:
-            self._bound = _Bound(self._socket, endpoint)
+            self._bound = _Bound(self._socket, endpoint, 0o666 if self._watched else 0o600)
         except BaseException:
             self._socket.close(linger=0)
             raise
         self.endpoint = self._bound.endpoint
         self._listen()
+
+    def _read(self) -> list[bytes]:
+        if not self._watched:
+            return super()._read()
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        # libzmq writes what the kernel says of a Unix socket's other end: "localhost:UID:GID:PID".
+        address = str(frames[-1].get("Peer-Address")).split(":")
+        self.foreign = address[1:2] != [str(os.getuid())]
+        return [frame.bytes for frame in frames]
 
     def send(self, peer: str, message: Out) -> None:
         self._out.setdefault(peer, []).append(message)

@@ -18,22 +18,33 @@ import uvicorn
 from forebay.runtime.bodies import BODY_LIMIT
 from forebay.runtime.desk import Desk
 from forebay.runtime.http import ServerInfo, build_app
+from forebay.runtime.keyring import Keyring
 from forebay.runtime.text import Texts
+from forebay.sched.lending import LendingCore
+from forebay.sched.lending_events import Gpu, LendingEvent, LendingSettings, Tell, Wish
 from forebay.transport.messages import (
     Abort,
+    Answered,
+    AskLending,
     Catalog,
     Concluded,
     Finished,
     Interrupted,
+    LendingStatus,
+    Map,
+    Message,
     ModelStatus,
     Opened,
     Query,
+    ReclaimGpu,
     Rejected,
     RejectKind,
+    RevokeLease,
     Status,
     Submit,
     Tokens,
     ToScheduler,
+    Unmap,
     WorkerStatus,
 )
 
@@ -56,6 +67,9 @@ class Peer:
         self.concluded: asyncio.Queue[int] = asyncio.Queue()
         self.script: Callable[[Submit], None] | None = None
         self.answers_queries = True
+        self.lending = LendingCore(LendingSettings(tuple(Gpu(index, f"cpu:{index}") for index in range(4)), secret="s"))
+        self.to_parties: list[tuple[str, Message]] = []
+        self.told_party = asyncio.Event()
         self.workers: tuple[WorkerStatus, ...] = (
             WorkerStatus("worker-0", "cpu:0", 4711, "ready", tuple(m.name for m in models), 0),
         )
@@ -76,8 +90,25 @@ class Peer:
             case Query(query):
                 if self.answers_queries:
                     self._later(lambda: self.desk.receive(Status(query, self.models, self.workers)))
+            case Map() | Unmap() | RevokeLease() | ReclaimGpu() | AskLending():
+                if self.answers_queries:
+                    self.lend(Wish("door", message))
             case _:
                 raise AssertionError(f"a front door does not send {message!r}")
+
+    def lend(self, event: LendingEvent) -> None:
+        """Through a real lending core, whose parties are the test."""
+        for command in self.lending.handle(asyncio.get_running_loop().time(), event):
+            if isinstance(command, Tell):
+                self._deliver(command.peer, command.message)
+        self.lending.check()
+
+    def _deliver(self, peer: str, message: Message) -> None:
+        if isinstance(message, Answered | LendingStatus):
+            self._later(lambda: self.desk.receive(message))
+        else:
+            self.to_parties.append((peer, message))
+            self.told_party.set()
 
     def catalog(self, models: Sequence[ModelStatus], draining: bool = False) -> None:
         self.models = tuple(models)
@@ -168,12 +199,15 @@ class Front:
 
 @contextlib.asynccontextmanager
 async def front_door(
-    peer: Peer, configuration: str | None = "tests.yaml", body_limit: int = BODY_LIMIT
+    peer: Peer,
+    configuration: str | None = "tests.yaml",
+    body_limit: int = BODY_LIMIT,
+    keyring: Keyring | None = None,
 ) -> AsyncIterator[Front]:
     # asyncio sends small writes at once only on sockets made with the protocol's number; else each answer takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
-        app = build_app(peer.desk, TEXTS, ServerInfo("0.0", configuration, body_limit))
+        app = build_app(peer.desk, TEXTS, ServerInfo("0.0", configuration, body_limit, keyring or Keyring({})))
         server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

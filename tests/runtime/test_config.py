@@ -113,6 +113,19 @@ def change(raw: dict[str, Any], path: str, value: Any) -> None:
         ("queue_bound", 0, ["queue_bound", ">= 1"]),
         ("timeouts.silence", 1.5, ["timeouts.silence", "1.5 s", "two heartbeats"]),
         ("timeouts.drain", 0, ["timeouts.drain", "> 0"]),
+        ("devices.0.spill", "65TiB", ["devices[0].spill", "at most 64 TiB"]),
+        ("devices.0.spill", "64TiB", ["devices[0].spill", "more than this machine has"]),
+        ("devices.0.fairness", "lottery", ["devices[0].fairness", "'lottery'"]),
+        ("lending.ttl", 0, ["lending.ttl", "> 0"]),
+        ("lending.uids", [7], ["lending.uids", "[7]", "set endpoint to ipc://"]),
+        ("lending.uids", [-1], ["lending.uids", ">= 0"]),
+        ("lending.ledger", "no/such/ledger", ["lending.ledger", "no/such/ledger", "no folder that is there"]),
+        ("lending.tokens", {"red": "short"}, ["lending.tokens.red", "8 or more printable ASCII characters"]),
+        ("lending.tokens", {"red": "has a space"}, ["lending.tokens.red", "without spaces"]),
+        ("lending.tokens", {"forebay": "long-enough"}, ["lending.tokens.forebay", "the server's own"]),
+        ("lending.tokens", {"": "long-enough"}, ["lending.tokens.", "name is empty"]),
+        ("lending.tokens", {"a": "the-same-one", "b": "the-same-one"}, ["lending.tokens.a", "the same token"]),
+        ("http.token", "short", ["http.token", "8 or more"]),
         ("nonsense", 1, ["unknown field `nonsense`"]),
     ],
 )
@@ -126,6 +139,27 @@ def test_a_bad_value_names_its_key_itself_and_what_is_allowed(
     assert "x.yaml" in message
     for word in words:
         assert word in message, message
+
+
+def test_a_token_opens_http_beyond_loopback_and_is_never_repeated(raw: dict[str, Any], tmp_path: Path) -> None:
+    change(raw, "http.host", "0.0.0.0")
+    for section, tokens in (("http", {"token": "operators-own"}), ("lending", {"tokens": {"red": "red-token"}})):
+        with_token = {**raw, section: {**raw.get(section, {}), **tokens}}
+        assert parse(with_token, "x.yaml", tmp_path).http.host == "0.0.0.0"
+    change(raw, "http.token", "se cret")
+    with pytest.raises(ConfigurationError) as error:
+        parse(raw, "x.yaml", tmp_path)
+    assert "se cret" not in str(error.value)
+
+
+def test_what_a_device_lends_and_spills_is_in_its_settings(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["devices"][0] |= {"lend": True, "spill": "1MiB", "fairness": "cfs"}
+    raw["lending"] = {"ledger": "mine.ledger"}
+    configuration = parse(raw, "x.yaml", tmp_path)
+    settings = configuration.device_settings(cores=1)
+    assert (settings["cpu:0"].lend, settings["cpu:0"].spill_bytes, settings["cpu:0"].fairness) == (True, 1 << 20, "cfs")
+    assert (settings["cpu:1"].lend, settings["cpu:1"].spill_bytes, settings["cpu:1"].fairness) == (False, 0, "fcfs")
+    assert configuration.lending.ledger == str(tmp_path / "mine.ledger")
 
 
 def test_all_problems_are_told_at_once(raw: dict[str, Any], tmp_path: Path) -> None:

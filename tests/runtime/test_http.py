@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forebay.runtime import http
+from forebay.runtime import lending_api
 from forebay.runtime.text import ModelText
 from forebay.transport.messages import ModelStatus, Submit, WorkerStatus
 from tests.runtime.front import PATIENCE_S, Front, Peer, front_door, ready_model
@@ -404,7 +404,7 @@ async def test_the_workers(front: Front) -> None:
 
 
 async def test_a_silent_scheduler_is_told(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "STATUS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lending_api, "ANSWER_TIMEOUT_S", 0.05)
     front.peer.answers_queries = False
     status, body = await front.get("/workers")
     assert (status, body["error"]["code"]) == (503, "no_scheduler")

@@ -5,12 +5,30 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from forebay.sched.blocks import BlockPool
+from forebay.sched.fairness import make_fairness
 from forebay.sched.lane import LaneCore
-from forebay.sched.lane_events import Deliver, LaneCommand, LaneEvent, ModelOpened, Report
+from forebay.sched.lane_events import (
+    Deliver,
+    LaneCommand,
+    LaneEvent,
+    LendSlabs,
+    ModelOpened,
+    Report,
+    SlabsBack,
+    SpillFreed,
+    SpillGrew,
+    SpillRevoked,
+    TakeBackSlabs,
+    WantSpill,
+)
 from forebay.sched.policy import POLICIES
+from forebay.sched.spill import SpillSpace
 from forebay.transport.messages import (
     BLOCK_TOKENS,
     CloseSequence,
+    CopyBlocks,
+    CopyDone,
+    CopyFailed,
     Ended,
     Finished,
     OpenSequence,
@@ -36,11 +54,15 @@ class Mirror:
 
 
 class Contents:
-    """What lies in the pool's bytes: for each block that was written, whose keys and values it holds, up to where."""
+    """What lies in a range of slabs: for each block that was written, whose keys and values it holds, up to where.
+    `absent` are slabs that are not there, or others'."""
 
-    def __init__(self) -> None:
+    def __init__(self, slabs: int, slab_bytes: int) -> None:
         self.blocks: dict[tuple[str, int], tuple[Mirror, int]] = {}
         self.block_bytes: dict[str, int] = {}
+        self.slabs = slabs
+        self.slab_bytes = slab_bytes
+        self.absent: set[int] = set()
 
     def text(self, model: str, block: int) -> list[int]:
         """All tokens up to the last one in the block; nothing if nobody wrote it since it changed hands."""
@@ -51,12 +73,35 @@ class Contents:
 
     def write(self, model: str, block: int, mirror: Mirror, end: int) -> None:
         """A block now holds what belongs to the tokens before `end`; whatever overlaps it is gone."""
-        first, last = block * self.block_bytes[model], (block + 1) * self.block_bytes[model]
-        for other, number in list(self.blocks):
-            size = self.block_bytes[other]
-            if number * size < last and first < (number + 1) * size:
-                del self.blocks[other, number]
+        self.wipe(model, block)
         self.blocks[model, block] = mirror, end
+
+    def wipe(self, model: str, block: int) -> None:
+        """The block's bytes mean nothing any more."""
+        first, last = self.span(model, block)
+        assert not self.absent.intersection(self.touched(model, block)), f"block {block} of {model} is not ours"
+        assert last <= self.slabs * self.slab_bytes
+        for other, number in list(self.blocks):
+            start, end = self.span(other, number)
+            if start < last and first < end:
+                del self.blocks[other, number]
+
+    def span(self, model: str, block: int) -> tuple[int, int]:
+        size = self.block_bytes[model]
+        return block * size, (block + 1) * size
+
+    def touched(self, model: str, block: int) -> range:
+        """Slabs that the block lies in."""
+        first, last = self.span(model, block)
+        return range(first // self.slab_bytes, (last - 1) // self.slab_bytes + 1)
+
+    def vanish(self, slab: int) -> None:
+        """The slab is not there any more, nor what was in it."""
+        assert slab not in self.absent
+        for model, block in list(self.blocks):
+            if slab in self.touched(model, block):
+                del self.blocks[model, block]
+        self.absent.add(slab)
 
 
 class World:
@@ -64,6 +109,17 @@ class World:
 
     def __init__(self, core: LaneCore) -> None:
         self.core = core
+        pool, space = core.memory.pool, core.swap.space
+        self.contents = Contents(pool.slabs, pool.slab_bytes)
+        self.arena = Contents(space.slots, space.slab_bytes)
+        self.arena.absent = set(range(space.host_slots, space.slots))
+        self.copies: list[tuple[CopyBlocks, list[tuple[Mirror, int] | None]]] = []
+        self.check_every = 1  # checks of the core cost more than its work: long stories do with fewer
+        self.events = 0
+        self.wanted = 0
+        self.due: dict[int, float] = {}
+        self.to_come = 0
+        self.copied: dict[str, int] = {}
         self.now = 0.0
         self.sequences: dict[int, Mirror] = {}
         self.flying: deque[StepPlan] = deque()
@@ -72,18 +128,59 @@ class World:
         self.reported: dict[tuple[int, int], Ended] = {}
         self.started: set[tuple[int, int]] = set()
         self.plans: list[StepPlan] = []
-        self.contents = Contents()
         self.found = 0
 
     def send(self, event: LaneEvent) -> list[LaneCommand]:
         self.now += 0.001
         if isinstance(event, ModelOpened):
             self.contents.block_bytes[event.model] = event.block_bytes
+            self.arena.block_bytes[event.model] = event.block_bytes
+        if isinstance(event, SpillRevoked):
+            self.due |= dict.fromkeys(set(event.slots) - self.arena.absent, self.now + event.deadline_s)
         commands = self.core.handle(self.now, event)
         for command in commands:
             self._carry_out(command)
-        self.core.check()
+        self.events += 1
+        if self.events % self.check_every == 0 or self.core.idle:
+            self.core.check()
+        for slot, deadline in self.due.items():
+            assert self.now < deadline or self._in_use(slot), f"slot {slot} was not given back in time"
         return commands
+
+    def _in_use(self, slot: int) -> bool:
+        """Whether a copy reads from or writes to this slot of the arena."""
+        for copy, _ in self.copies:
+            ends = {"out": copy.target, "in": copy.source, "move": (*copy.source, *copy.target)}[copy.kind]
+            if any(slot in self.arena.touched(copy.model, block) for block in ends):
+                return True
+        return False
+
+    def land_copy(self, index: int = 0, fail: bool = False) -> None:
+        """A copy ends, in whatever order; where it fails nobody knows what is at its target."""
+        copy, before = self.copies.pop(index)
+        source, target = self._ranges(copy)
+        for block, place, content in zip(copy.source, copy.target, before, strict=True):
+            assert source.blocks.get((copy.model, block)) == content, "written while it was copied"
+            assert (copy.model, place) not in target.blocks, "written while it was copied to"
+            if content is not None and not fail:
+                target.write(copy.model, place, *content)
+        self.copied[copy.kind] = self.copied.get(copy.kind, 0) + len(copy.source)
+        self.send(CopyFailed(copy.copy, "boom") if fail else CopyDone(copy.copy))
+
+    def _ranges(self, copy: CopyBlocks) -> tuple[Contents, Contents]:
+        pool, arena = self.contents, self.arena
+        return {"out": (pool, arena), "in": (arena, pool), "move": (arena, arena)}[copy.kind]
+
+    def lend_spill(self, slots: tuple[int, ...]) -> None:
+        """Memory of others appears in these slots of the arena."""
+        self.arena.absent -= set(slots)
+        self.send(SpillGrew(slots))
+
+    def give_back(self, slabs: tuple[int, ...]) -> None:
+        """Slabs that the pool had lent are its own again."""
+        self.contents.absent -= set(slabs)
+        self.to_come = max(0, self.to_come - len(slabs))
+        self.send(SlabsBack(slabs))
 
     def land(self, stops: frozenset[int] = frozenset(), invalid: frozenset[int] = frozenset()) -> StepPlan:
         """The oldest step in flight ends; `stops` and `invalid` are sequences whose token stops, or means nothing."""
@@ -112,10 +209,16 @@ class World:
         return token
 
     def run_dry(self, bound: int = 10_000) -> None:
-        while self.flying:
+        while self.flying or self.copies or (self.contents.absent and not self.core.idle):
             bound -= 1
             assert bound, "the core goes on for ever"
-            self.land()
+            if self.copies and (bound % 2 or not self.flying):
+                self.land_copy()
+            elif self.flying:
+                self.land()
+            else:
+                assert self.to_come, "it waits for memory that it has lent and does not ask back"
+                self.give_back(tuple(self.contents.absent))
 
     def _carry_out(self, command: LaneCommand) -> None:
         match command:
@@ -126,6 +229,22 @@ class World:
             case CloseSequence(sequence):
                 del self.sequences[sequence]
                 assert not any(w.sequence == sequence for plan in self.flying for w in plan.work), "closed in flight"
+            case CopyBlocks():
+                self._copy(command)
+            case WantSpill(size):
+                self.wanted = size
+            case SpillFreed(slots):
+                assert slots
+                for slot in slots:
+                    assert not self._in_use(slot), f"slot {slot} is given back while a copy uses it"
+                    self.arena.vanish(slot)
+                    self.due.pop(slot, None)
+            case LendSlabs(slabs):
+                for slab in slabs:
+                    self.contents.vanish(slab)
+            case TakeBackSlabs(count):
+                self.to_come += count
+                assert self.to_come <= len(self.contents.absent), "more is taken back than was lent"
             case StepPlan():
                 self._launch(command)
             case Deliver(_, messages):
@@ -139,6 +258,20 @@ class World:
                 key = (message.request, message.epoch)  # type: ignore[union-attr]
                 assert key not in self.started, f"{key} started twice"
                 self.started.add(key)
+
+    def _copy(self, copy: CopyBlocks) -> None:
+        source, target = self._ranges(copy)
+        assert copy.source, "an empty copy"
+        assert len(copy.source) == len(copy.target) == len(set(copy.target))
+        before: list[tuple[Mirror, int] | None] = []
+        for block in copy.source:
+            assert not source.absent.intersection(source.touched(copy.model, block)), (
+                "read from memory that is not there"
+            )
+            before.append(source.blocks.get((copy.model, block)))
+        for block in copy.target:
+            target.wipe(copy.model, block)
+        self.copies.append((copy, before))
 
     def _launch(self, plan: StepPlan) -> None:
         assert plan.work, "an empty step"
@@ -167,12 +300,12 @@ class World:
 
     def _check_found(self, mirror: Mirror, work: Work) -> None:
         """What counts as computed before the first step is in the blocks: of this model, and of this very text."""
-        assert work.start % BLOCK_TOKENS == 0
         assert work.start < mirror.known, "nothing is left to draw the next token from"
-        for index in range(work.start // BLOCK_TOKENS):
+        for index in range(-(-work.start // BLOCK_TOKENS)):
+            end = min(work.start, (index + 1) * BLOCK_TOKENS)
             found = self.contents.text(mirror.model, mirror.table[index])
-            wanted = mirror.tokens[: (index + 1) * BLOCK_TOKENS]
-            assert found == wanted, f"block {mirror.table[index]} holds {found}, not {wanted}"
+            assert len(found) >= end, f"block {mirror.table[index]} holds {len(found)} tokens, not {end}"
+            assert found[:end] == mirror.tokens[:end], f"block {mirror.table[index]} holds {found}"
             self.found += 1
 
     def _check_shared(self) -> None:
@@ -200,8 +333,20 @@ class World:
                 self.finished[request, epoch] = message
 
 
-def make_world(slabs: int = 8, slab_bytes: int = 1024, policy: str = "roundrobin", prefix_cache: bool = False) -> World:
-    return World(LaneCore(BlockPool(slabs, slab_bytes), POLICIES[policy](), prefix_cache))
+def make_world(
+    slabs: int = 8,
+    slab_bytes: int = 1024,
+    policy: str = "roundrobin",
+    prefix_cache: bool = False,
+    fairness: str = "fcfs",
+    host_slots: int = 0,
+    lent_slots: int = 0,
+    lend: bool = False,
+) -> World:
+    """`lent_slots`: so many slots of the arena may hold memory of others; none do at first."""
+    space = SpillSpace(host_slots + lent_slots, host_slots, slab_bytes)
+    pool = BlockPool(slabs, slab_bytes)
+    return World(LaneCore(pool, POLICIES[policy](), prefix_cache, make_fairness(fairness), space, lend))
 
 
 def start(
@@ -213,10 +358,18 @@ def start(
     delivered: int = 0,
     sink: str = "ipc:///sink",
     text: list[int] | None = None,
+    tenant: str = "",
 ) -> Start:
     """A request whose prompt is `text`, or one of that length that no other request has."""
     tokens = text if text is not None else [1_000 * request + place for place in range(prompt)]
     tokens = tokens + [9] * delivered
     return Start(
-        request, epoch, model, array("I", tokens).tobytes(), len(tokens) - delivered, Sampling(max_tokens), sink
+        request,
+        epoch,
+        model,
+        array("I", tokens).tobytes(),
+        len(tokens) - delivered,
+        Sampling(max_tokens),
+        sink,
+        tenant,
     )

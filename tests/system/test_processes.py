@@ -48,7 +48,7 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(smollm2: Path, 
             check=False,
         )
         assert replayed.returncode == 0, replayed.stderr
-        assert replayed.stdout.count("the same commands") == 2
+        assert replayed.stdout.count("the same commands") == 3
 
 
 def test_draining_has_its_bound_and_a_stream_that_is_cut_off_says_so(smollm2: Path, tmp_path: Path) -> None:

@@ -186,6 +186,13 @@ def test_http_beyond_loopback_is_refused(host: str) -> None:
         check_http_host(host)
 
 
+def test_http_beyond_loopback_is_allowed_where_requests_need_a_token() -> None:
+    for host in ("0.0.0.0", "::", "10.0.0.1"):
+        assert check_http_host(host, authenticated=True) == host
+    with pytest.raises(RefusedAddress, match="it is no address"):
+        check_http_host("example", authenticated=True)
+
+
 def test_a_socket_path_that_does_not_fit_is_refused_with_both_lengths() -> None:
     with pytest.raises(RefusedAddress, match="at most 107 bytes, this one 121"):
         check_endpoint("ipc:///" + "x" * 120)

@@ -22,13 +22,18 @@ class Sampling(Part, frozen=True):
 
 class DeviceSettings(Part, frozen=True):
     """What a worker may use of its device, and how it shares it. `memory` is the KV pool's capacity in bytes; `threads`
-    is the number of CPU threads of a step (0: leave the library's own choice)."""
+    is the number of CPU threads of a step (0: leave the library's own choice). `lend`: it lends what its pool does not
+    need; `spill_bytes` of host memory take the blocks of preempted sequences; `fairness` chooses among the sequences of
+    a model (`fcfs`, `cfs`, `vtc`)."""
 
     memory: int
     slab_bytes: int = 256 << 20
     threads: int = 0
     policy: str = "adbs"
     prefix_cache: bool = True
+    lend: bool = False
+    spill_bytes: int = 0
+    fairness: str = "fcfs"
 
 
 class ModelSpec(Part, frozen=True):

@@ -1,5 +1,5 @@
-"""What the scheduler and the parties to a loan say to each other. A party is any process that lends or borrows memory, a
-worker's client library as much as an app's; it has a control link of its own.
+"""What the scheduler and the parties to a loan say to each other. A party is any process that lends or borrows memory,
+a worker's client library as much as an app's; it has a control link of its own.
 
 Memory is lent in whole slabs. A lender numbers its slabs; a number means the same memory for as long as the lender
 lives and is never used again. Every slab that a lender has offered is *free*, *lent* (it belongs to one lease) or
@@ -41,13 +41,14 @@ class Grant(Part, frozen=True):
     token: str
 
 
-# From a party ----------------------------------------------------------------------------------------------------------
+# From a party --------------------------------------------------------------------------------------------------------
 
 
 class Attach(Message, frozen=True):
     """A party's first message, again after every `Rejoin`, with all that it holds. `party` is its name, unique and the
     same for as long as its process lives; `gpu` the physical number of its device; `credential` its tenant's bearer
     token ("" where the server has none). `endpoint`: Unix socket at which descriptors are fetched ("": never lends).
+    `slab_bytes`: size of the slabs that it lends or, of a borrower, takes (0: any).
     `free`: slabs that it offers now and nobody has."""
 
     version: int
@@ -72,7 +73,8 @@ class Offer(Message, frozen=True):
 
 
 class TakeBack(Message, frozen=True):
-    """The lender wants `bytes` of what it offers for itself (rounded up to slabs), answered by one or more `Yielded`."""
+    """The lender wants `bytes` of what it offers for itself (rounded up to slabs), answered by one or more `Yielded`.
+    Requests are numbered upwards from 1. The next `Attach` forgets them: ask for what is still missing then anew."""
 
     request: int
     bytes: int
@@ -80,10 +82,13 @@ class TakeBack(Message, frozen=True):
 
 
 class Borrow(Message, frozen=True):
-    """Asks for `bytes` (rounded up to slabs), answered by `Granted` with as much as there is."""
+    """Asks for `bytes` (rounded up to slabs), answered by `Granted` with as much as there is. Requests are numbered
+    upwards; one that does not come after the last is ignored. `avoid`: a lender of which it wants nothing, for example
+    because it moves what that one asked back."""
 
     request: int
     bytes: int
+    avoid: str = ""
 
 
 class Mapped(Message, frozen=True):
@@ -116,7 +121,7 @@ class Detach(Message, frozen=True):
     reason: str
 
 
-# To a party ------------------------------------------------------------------------------------------------------------
+# To a party ----------------------------------------------------------------------------------------------------------
 
 
 class Attached(Message, frozen=True):
@@ -129,7 +134,7 @@ class Attached(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """Answers `Borrow`: grants over one or several lenders, together perhaps less than asked for (`reason` says why)."""
+    """Answers `Borrow`: grants over one or several lenders, perhaps less than asked for (`reason` says why)."""
 
     request: int
     grants: tuple[Grant, ...]
@@ -167,9 +172,9 @@ class LeaseOver(Message, frozen=True):
 
 
 class Returned(Message, frozen=True):
-    """To the lender: these slabs came back. `released`: the borrower says that it unmapped them, and they are to be
-    zeroed before they are offered again; otherwise it may still map them, and they are to be destroyed and made anew
-    (under new numbers)."""
+    """To the lender: these slabs came back (each is told of once: so, or as `Yielded`). `released`: the borrower says
+    that it unmapped them, and they are to be zeroed before they are offered again; otherwise it may still map them, and
+    they are to be destroyed and made anew (under new numbers), also where the lender took them for free."""
 
     lease: int
     epoch: int
@@ -179,8 +184,8 @@ class Returned(Message, frozen=True):
 
 class Yielded(Message, frozen=True):
     """To the lender: these slabs are its own again, offered no longer. `request` 0: asked for by an operator. `kept`:
-    slabs that a borrower may still map (destroy them). After the last one `complete` is true; `missing` bytes are
-    then still out, held by `holders`."""
+    further ones that a borrower may still map (destroy them). After the last one, and from the deadline on, `complete`
+    is true; `missing` bytes are then still out, held by `holders`, and are told of as they come."""
 
     request: int
     slabs: tuple[int, ...]
@@ -190,13 +195,14 @@ class Yielded(Message, frozen=True):
     holders: tuple[str, ...] = ()
 
 
-# From and to a front door ------------------------------------------------------------------------------------------------
+# From and to a front door --------------------------------------------------------------------------------------------
 
 Outcome = Literal["done", "unknown", "duplicate", "absent", "forbidden", "refused"]
 
 
 class Map(Message, frozen=True):
-    """From now on `consumer` borrows from its mapped producers only. GPU numbers are physical."""
+    """From now on `producer` lends to `consumer`, and `consumer` borrows from its mapped producers only. The numbers
+    are the GPUs' physical ones."""
 
     query: int
     producer: int
@@ -245,7 +251,8 @@ class Answered(Message, frozen=True):
 
 
 class GpuStatus(Part, frozen=True):
-    """In bytes; `total` and `free` are 0 where nobody has told."""
+    """In bytes: `total` is the device's memory (0 where nobody has told), `free` what is offered and nobody has. `note`
+    says why something is not lent at the moment."""
 
     index: int
     name: str
@@ -253,6 +260,7 @@ class GpuStatus(Part, frozen=True):
     free: int
     lent: int
     borrowed: int
+    note: str = ""
 
 
 class LeaseStatus(Part, frozen=True):
@@ -271,12 +279,14 @@ class LeaseStatus(Part, frozen=True):
 
 
 class LendingStatus(Message, frozen=True):
-    """Answers `AskLending`. `mapping`: pairs of producer and consumer. `leases`: only those of the tenant."""
+    """Answers `AskLending`. `mapping`: pairs of producer and consumer. `leases`: only those of the tenant ("": all).
+    `counters`: what happened since the scheduler started, by name."""
 
     query: int
     mapping: tuple[tuple[int, int], ...]
     gpus: tuple[GpuStatus, ...]
     leases: tuple[LeaseStatus, ...]
+    counters: tuple[tuple[str, int], ...] = ()
 
 
 FromParty = Attach | Offer | TakeBack | Borrow | Mapped | Release | Complain | Detach

@@ -3,6 +3,8 @@
 They are messages, and live here, because sched and gpu never import each other, and because a journal records them.
 """
 
+from typing import Literal
+
 from forebay.transport.messages.base import Message, Part
 from forebay.transport.messages.common import Sampling
 
@@ -67,4 +69,30 @@ class StepFailed(Message, frozen=True):
     """The whole step raised; its sequences are lost, the model lives on."""
 
     step: int
+    reason: str
+
+
+class CopyBlocks(Message, frozen=True):
+    """Copy KV blocks of a model: "out" from the pool to the spill arena, "in" from the arena to the pool, "move" within
+    the arena. Block `source[i]` goes to block `target[i]`: block b lies b times the model's block size from the base of
+    its range. Answered by `CopyDone` or `CopyFailed`, in any order; until then neither end belongs to anybody else.
+    `copy` is the lane core's own number, never used twice."""
+
+    copy: int
+    model: str
+    kind: Literal["out", "in", "move"]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+class CopyDone(Message, frozen=True):
+    """All bytes are there, and may be read or copied on."""
+
+    copy: int
+
+
+class CopyFailed(Message, frozen=True):
+    """What is at the copy's target means nothing, and what is at its source may mean nothing either."""
+
+    copy: int
     reason: str

@@ -4,6 +4,7 @@ from typing import Literal
 
 from forebay.transport.messages.base import Message, Part
 from forebay.transport.messages.common import FinishReason, Heartbeat
+from forebay.transport.messages.lending import LendingAnswer
 from forebay.transport.messages.to_worker import Refused, Rejoin, Stop
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
@@ -102,5 +103,16 @@ class Finished(Message, frozen=True):
 
 
 ToFrontDoor = (
-    Opened | Refused | Rejoin | Catalog | Rejected | Interrupted | Status | Tokens | Finished | Stop | Heartbeat
+    Opened
+    | Refused
+    | Rejoin
+    | Catalog
+    | Rejected
+    | Interrupted
+    | Status
+    | Tokens
+    | Finished
+    | Stop
+    | Heartbeat
+    | LendingAnswer
 )

@@ -1,7 +1,8 @@
-"""What workers and front doors tell the scheduler."""
+"""What workers, front doors and the parties to a loan tell the scheduler."""
 
 from forebay.transport.messages.base import Message
 from forebay.transport.messages.common import FinishReason, Heartbeat, Sampling
+from forebay.transport.messages.lending import FromParty, LendingWish
 
 
 class Join(Message, frozen=True):
@@ -68,7 +69,7 @@ class Submit(Message, frozen=True):
     """A request, or after a loss the same one again under the next epoch.
 
     `tokens` holds little-endian uint32: the prompt, then what was already delivered. The first `prompt_tokens` of
-    them are the prompt."""
+    them are the prompt. `tenant`: on whose account it runs, where that matters (fairness `vtc`)."""
 
     request: int
     epoch: int
@@ -76,6 +77,7 @@ class Submit(Message, frozen=True):
     tokens: bytes
     prompt_tokens: int
     sampling: Sampling
+    tenant: str = ""
 
 
 class Abort(Message, frozen=True):
@@ -97,6 +99,9 @@ class Query(Message, frozen=True):
     query: int
 
 
-ToScheduler = (
+ServingToScheduler = (
     Join | ModelReady | ModelFailed | Started | Ended | Leave | Open | Submit | Abort | Concluded | Query | Heartbeat
 )
+"""What the central core hears."""
+
+ToScheduler = ServingToScheduler | FromParty | LendingWish

@@ -31,7 +31,7 @@ class Load(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Run a request. `tokens` and `prompt_tokens` as in `Submit`; tokens go to `sink`."""
+    """Run a request. `tokens`, `prompt_tokens` and `tenant` as in `Submit`; tokens go to `sink`."""
 
     request: int
     epoch: int
@@ -40,6 +40,7 @@ class Start(Message, frozen=True):
     prompt_tokens: int
     sampling: Sampling
     sink: str
+    tenant: str = ""
 
 
 class Cancel(Message, frozen=True):

@@ -1,0 +1,81 @@
+"""What a device borrows from others for its spill arena and lends to others from its pool: how much, and which slabs.
+
+Its own need is counted in bytes of KV blocks that its live sequences, waiting ones too, would hold if all were running.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from forebay.sched.idle_memory import TAKE_BACK_S, IdleMemory
+from forebay.sched.lane_events import LaneCommand, LendSlabs, SpillFreed, TakeBackSlabs, WantSpill
+from forebay.sched.residency import Residency
+from forebay.sched.sequence import Lane
+from forebay.sched.spill_demand import SpillDemand
+
+LOOK_S = 0.05
+"""How often need is added up; while sequences wait for memory, at every event."""
+
+
+class Neighbours:
+    def __init__(self, residency: Residency, lend: bool) -> None:
+        self._residency = residency
+        self._pool = residency.memory.pool
+        self._space = residency.swap.space
+        self._borrows = self._space.slots > self._space.host_slots
+        self._demand = SpillDemand(self._space.slab_bytes)
+        self.idle = IdleMemory(self._pool.slabs) if lend else None
+        self._lent: set[int] = set()
+        self._next_look = 0.0
+
+    def decide(self, now: float, lanes: Iterable[Lane]) -> list[LaneCommand]:
+        lanes = list(lanes)
+        if not (self._borrows or self.idle) or (now < self._next_look and not self._residency.short):
+            return []
+        self._next_look = now + LOOK_S
+        tokens = ((lane, s.blocks_for(s.known + 1) + len(s.blocks)) for lane in lanes for s in lane)
+        need = sum(lane.block_bytes * blocks for lane, blocks in tokens)
+        commands: list[LaneCommand] = []
+        if self._borrows:
+            self._borrow(now, need, commands)
+        if self.idle is not None:
+            self._lend(now, need, self.idle, commands)
+        self._residency.short = False
+        return commands
+
+    def _borrow(self, now: float, need: int, commands: list[LaneCommand]) -> None:
+        # What is lent comes back before anything is borrowed for long.
+        overflow = max(0, need - self._pool.size)
+        if wanted := self._demand.want(now, overflow, self._space.capacity):
+            commands.append(WantSpill(wanted))
+        if count := self._demand.surplus(now, overflow, self._space.capacity, self._space.idle_slots):
+            self._space.surplus(count)
+            commands.append(SpillFreed(self._space.freed()))
+
+    def _lend(self, now: float, need: int, idle: IdleMemory, commands: list[LaneCommand]) -> None:
+        used = self._pool.busy_slabs
+        lacking = max(0, -(-need // self._pool.slab_bytes) - used)
+        match idle.decide(now, used, lacking, self._residency.short):
+            case "lend", count:
+                slabs = tuple(self._pool.emptiest()[:count])
+                idle.withdrawn(count - len(slabs))
+                for slab in slabs:
+                    self._pool.close(slab)
+                self._lent.update(slabs)
+                if slabs:
+                    commands.append(LendSlabs(slabs))
+            case "take back", count:
+                commands.append(TakeBackSlabs(count, TAKE_BACK_S))
+
+    def back(self, slabs: Sequence[int]) -> None:
+        """Slabs that were lent are the pool's own again. Raises ValueError for one that was not lent."""
+        for slab in slabs:
+            if self.idle is None or slab not in self._lent:
+                raise ValueError(f"slab {slab} of the pool came back, but was not lent (lent: {sorted(self._lent)})")
+            self._lent.remove(slab)
+            self._pool.reopen(slab)
+            self.idle.returned(1)
+
+    def check(self) -> None:
+        assert len(self._lent) == self._pool.slabs - self._pool.open_slabs, "slabs of the pool were lost or invented"
+        if self.idle is not None:
+            self.idle.check()
+            assert self.idle.lent == len(self._lent)
