@@ -73,7 +73,7 @@ class Sequence:
         return max(0, -(-tokens // BLOCK_TOKENS) - len(self.blocks))
 
     def move(self, event: str) -> None:
-        self.state = move(SEQUENCE, f"sequence {self.number} (request {self.start.request})", self.state, event)
+        self.state = move(SEQUENCE, "sequence", self.number, self.state, event)
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.arrival < other.arrival
