@@ -4,6 +4,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from forebay.sched.pace import Pace
 from forebay.sched.prefix import KeyChain
 from forebay.sched.states import SEQUENCE, move
 from forebay.transport.messages import BLOCK_TOKENS, Start
@@ -19,11 +20,12 @@ class Sequence:
     landed. The first `placed` of its blocks are in the runner's table, the first `published` can be found by others.
     `cached` tokens of what it came with were found in blocks that others had computed. `held`: it makes room for an
     older one, and is not launched in the step that is being planned. `started` and `reported`: the scheduler was told
-    of its start, everybody of its end."""
+    of its start, everybody of its end. `due`: when it should have ended."""
 
     number: int
     arrival: int
     start: Start
+    due: float = 0.0
     state: str = "waiting"
     known: int = 0
     computed: int = 0
@@ -81,8 +83,8 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One model on this device: its waiting and running sequences, both oldest first. `launched` and `prefilled` are
-    the numbers of its latest step, and of its latest with a prefill; 0 before the first."""
+    """One model on this device: its waiting and running sequences, both oldest first. `launched` is the number of its
+    latest step, 0 before the first."""
 
     model: str
     block_bytes: int
@@ -91,7 +93,7 @@ class Lane:
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     launched: int = 0
-    prefilled: int = 0
+    pace: Pace = field(default_factory=Pace)
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence)
@@ -104,13 +106,9 @@ class Lane:
         """Arrival of its oldest sequence; call it only on a lane that has one."""
         return min(group[0].arrival for group in (self.waiting, self.running) if group)
 
-    @property
-    def has_prefill(self) -> bool:
-        return bool(self.waiting) or any(sequence.pending > 1 for sequence in self.running)
-
-    @property
-    def has_decode(self) -> bool:
-        return any(sequence.pending == 1 for sequence in self.running)
+    def due(self, now: float) -> float | None:
+        """When the first of its answers is due that is not late yet; None where all are late."""
+        return min((sequence.due for sequence in self if sequence.due >= now), default=None)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
