@@ -18,6 +18,7 @@ from rich.table import Table
 
 from forebay.bench.baseline import Baseline
 from forebay.bench.client import Outcome
+from forebay.bench.errors import Interrupted
 from forebay.bench.figures import Figure, write_figures
 from forebay.bench.generate import generate
 from forebay.bench.lengths import Lengths, RandomPrompts, Vocabulary
@@ -27,6 +28,7 @@ from forebay.bench.progress import ProgressDisplay
 from forebay.bench.report import summarize, write_report
 from forebay.bench.server_process import ServerProcess, scheduler_command
 from forebay.bench.workload_file import Workload
+from forebay.runtime.loop import on_signals, run
 
 POLICIES = ("adbs", "roundrobin", "temporal", "fix", "fix-adbs")
 POPULARITIES: Mapping[str, tuple[float, ...]] = {"skewed": (12, 5, 3), "even": (1, 1, 1)}
@@ -70,7 +72,11 @@ class Arm:
 def compare(comparison: Comparison, folder: Path, json: Path | None, arguments: list[str] | None) -> int:
     """Runs everything, prints a table, draws it, writes the figures; returns the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
-    arms, baseline, rate, capacity = asyncio.run(_run(comparison, folder))
+    try:
+        arms, baseline, rate, capacity = run(_run(comparison, folder))
+    except Interrupted:
+        print(f"interrupted; the reports of what was measured are in {folder}", file=sys.stderr)
+        return 1
     names = _names()
     console = Console()
     figures: dict[str, Figure] = {"rate": Figure(rate, "requests/s", capacity)}
@@ -125,6 +131,8 @@ class _Runs:
     """Measurements one after the other; the first one also measures the baseline, which all others share."""
 
     def __init__(self, comparison: Comparison, folder: Path, progress: ProgressDisplay) -> None:
+        self._stop = asyncio.Event()
+        on_signals(self._stop.set)
         self._comparison = comparison
         self._folder = folder
         self._progress = progress
@@ -137,11 +145,13 @@ class _Runs:
         config = _configuration(self._comparison, policy, POPULARITIES[popularity], self._folder)
         async with ServerProcess(scheduler_command(config), self._folder / f"{policy}.log", STOP_S) as server:
             self._progress.start(f"{popularity} {policy}", None)
-            url = await server.ready(asyncio.Event(), lambda what: self._progress.update(0, what))
+            url = await server.ready(self._stop, lambda what: self._progress.update(0, what))
             for number, workload in enumerate(workloads):
                 name = f"{popularity}, {policy}, {what} {number}"
                 plan = Plan(url, workload, name, [f"bench.policies: {name}"], baseline=self.baseline)
-                measured = await measure_run(plan, self._progress, asyncio.Event())
+                measured = await measure_run(plan, self._progress, self._stop)
+                if self._stop.is_set():
+                    raise Interrupted(f"interrupted in {name}")
                 self.baseline = measured.report.baseline
                 write_report(self._folder / f"{popularity}-{policy}-{what}-{number}.json", measured.report)
                 yield measured

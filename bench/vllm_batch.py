@@ -2,6 +2,7 @@
 
 Arguments: a JSON file with model, dtype, output and prompts (token ids), and the file that gets prefill_s and decode_s.
 Prefill is a run of the batch with one token each; decode is what the same batch with all its tokens takes beyond that.
+Compilation is off: on two cores it takes minutes.
 """
 
 import json
@@ -22,6 +23,7 @@ def main() -> None:
         max_model_len=longest,
         max_num_seqs=len(prompts),
         enable_prefix_caching=False,
+        enforce_eager=True,
     )
 
     def run(tokens: int) -> float:
