@@ -4,8 +4,12 @@ Both get the same prompts (random tokens, no two alike), make exactly as many to
 same threads. A throwaway batch first warms up each.
 """
 
+import json as json_module
+import os
 import queue
 import random
+import subprocess
+import tempfile
 import time
 from array import array
 from concurrent.futures import Future
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.bench.errors import BenchError
 from forebay.bench.figures import Figure, write_figures
 from forebay.gpu.device import open_device
 from forebay.gpu.runner import ModelRunner
@@ -39,6 +44,21 @@ VOCABULARY = range(1000, 30000)
 
 
 @dataclass(frozen=True)
+class Batch:
+    """`requests` sequences that make `output` tokens each; `threads` 0 is the library's own choice."""
+
+    model: Path
+    dtype: str
+    requests: int
+    output: int
+    threads: int
+
+    def prompts(self, context: int) -> list[list[int]]:
+        chance = random.Random(context)
+        return [[chance.choice(VOCABULARY) for _ in range(context)] for _ in range(self.requests)]
+
+
+@dataclass(frozen=True)
 class Timing:
     """Seconds until every sequence had its first token, and from there to the end."""
 
@@ -47,38 +67,34 @@ class Timing:
 
 
 def measure(
-    model: Path,
-    dtype: str,
-    contexts: list[int],
-    requests: int,
-    output: int,
-    threads: int,
-    json: Path | None,
-    arguments: list[str] | None,
+    batch: Batch, contexts: list[int], vllm: Path | None, json: Path | None, arguments: list[str] | None
 ) -> int:
-    """Runs all, prints a table, writes the figures; returns the exit status."""
+    """Runs all, prints a table, writes the figures; returns the exit status. The baseline is `generate`."""
     figures: dict[str, Figure] = {}
     for context in contexts:
-        prompts = _prompts(requests, context)
-        ours = _ours(model, dtype, prompts, output, threads)
-        theirs = _generate(model, dtype, prompts, output, threads)
-        steps = requests * (output - 1)
-        for name, tokens, mine, base in (
-            ("prefill", requests * context, ours.prefill_s, theirs.prefill_s),
-            ("decode", steps, ours.decode_s, theirs.decode_s),
-            ("output", requests * output, ours.prefill_s + ours.decode_s, theirs.prefill_s + theirs.decode_s),
-        ):
-            figure = Figure(tokens / mine, "tokens/s", tokens / base)
-            figures[f"{name}_{context}"] = figure
-            print(f"context {context:5}  {name:8}{figure.value:9.1f} tokens/s   generate: {figure.baseline:9.1f}")
+        prompts = batch.prompts(context)
+        ours = _rates(batch, context, _ours(batch, prompts))
+        others = {"generate": _rates(batch, context, _generate(batch, prompts))}
+        if vllm is not None:
+            others["vllm"] = _rates(batch, context, _vllm(batch, prompts, vllm))
+        for name, rate in ours.items():
+            figures[f"{name}_{context}"] = Figure(rate, "tokens/s", others["generate"][name])
+            beside = "   ".join(f"{other}: {rates[name]:9.1f}" for other, rates in others.items())
+            print(f"context {context:5}  {name:8}{rate:9.1f} tokens/s   {beside}", flush=True)
+        for name, rate in others.get("vllm", {}).items():
+            figures[f"vllm_{name}_{context}"] = Figure(rate, "tokens/s", others["generate"][name])
     if json is not None:
         write_figures(json, "bench.engine", ["python", "-m", "bench.engine", *(arguments or [])], figures)
     return 0
 
 
-def _prompts(requests: int, context: int) -> list[list[int]]:
-    chance = random.Random(context)
-    return [[chance.choice(VOCABULARY) for _ in range(context)] for _ in range(requests)]
+def _rates(batch: Batch, context: int, timing: Timing) -> dict[str, float]:
+    """Tokens per second: of prompts in prefill, of answers in decode, and of answers over all the time."""
+    return {
+        "prefill": batch.requests * context / timing.prefill_s,
+        "decode": batch.requests * (batch.output - 1) / timing.decode_s,
+        "output": batch.requests * batch.output / (timing.prefill_s + timing.decode_s),
+    }
 
 
 class _Engine:
@@ -131,30 +147,31 @@ class _Engine:
         return Timing(first, time.perf_counter() - begin - first)
 
 
-def _ours(model: Path, dtype: str, prompts: list[list[int]], output: int, threads: int) -> Timing:
-    requests, context = len(prompts), len(prompts[0])
-    spec = ModelSpec("m", str(model.resolve()), dtype, 0, requests, STEP_TOKENS)
-    probe = open_device("cpu:0", DeviceSettings(SLAB, SLAB, threads))
+def _ours(batch: Batch, prompts: list[list[int]]) -> Timing:
+    context = len(prompts[0])
+    spec = ModelSpec("m", str(batch.model.resolve()), batch.dtype, 0, batch.requests, STEP_TOKENS)
+    probe = open_device("cpu:0", DeviceSettings(SLAB, SLAB, batch.threads))
     block_bytes = probe.load(spec).block_bytes
     probe.close()
-    needed = (requests + 1) * (-(-(context + output) // BLOCK_TOKENS) + 1) * block_bytes
+    needed = (batch.requests + 1) * (-(-(context + batch.output) // BLOCK_TOKENS) + 1) * block_bytes
     slabs = -(-needed // SLAB) + 1
-    device = open_device("cpu:0", DeviceSettings(slabs * SLAB, SLAB, threads))
+    device = open_device("cpu:0", DeviceSettings(slabs * SLAB, SLAB, batch.threads))
     try:
         engine = _Engine(device.load(spec), slabs)
         engine.run(prompts, 2, 1)  # also touches the memory that the measured batch uses
-        return engine.run(prompts, output, 10_000)
+        return engine.run(prompts, batch.output, 10_000)
     finally:
         device.close()
 
 
-def _generate(model: Path, dtype: str, prompts: list[list[int]], output: int, threads: int) -> Timing:
+def _generate(batch: Batch, prompts: list[list[int]]) -> Timing:
     import torch
     from transformers import AutoModelForCausalLM
 
-    if threads:
-        torch.set_num_threads(threads)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True)
+    if batch.threads:
+        torch.set_num_threads(batch.threads)
+    dtype = getattr(torch, batch.dtype)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(batch.model, dtype=dtype, local_files_only=True)
     ids = torch.tensor(prompts)
     arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
     stamps: list[float] = []
@@ -166,6 +183,42 @@ def _generate(model: Path, dtype: str, prompts: list[list[int]], output: int, th
     with torch.inference_mode():
         loaded.generate(ids[:, :16], attention_mask=torch.ones_like(ids[:, :16]), max_new_tokens=2, do_sample=False)
         begin = time.perf_counter()
-        made = loaded.generate(ids, max_new_tokens=output, min_new_tokens=output, logits_processor=[stamp], **arguments)
-    assert made.shape[1] == ids.shape[1] + output
+        made = loaded.generate(
+            ids, max_new_tokens=batch.output, min_new_tokens=batch.output, logits_processor=[stamp], **arguments
+        )
+    assert made.shape[1] == ids.shape[1] + batch.output
     return Timing(stamps[0] - begin, time.perf_counter() - stamps[0])
+
+
+def _vllm(batch: Batch, prompts: list[list[int]], python: Path) -> Timing:
+    """In its own environment, by bench/vllm_batch.py; what the library says goes to a file that an error names."""
+    with tempfile.TemporaryDirectory(prefix="fb-") as folder:
+        wish, answer = Path(folder, "wish.json"), Path(folder, "answer.json")
+        wish.write_text(
+            json_module.dumps(
+                {
+                    "model": str(batch.model.resolve()),
+                    "dtype": batch.dtype,
+                    "output": batch.output,
+                    "prompts": prompts,
+                }
+            )
+        )
+        script = Path(__file__).resolve().with_name("vllm_batch.py")
+        threads = {"OMP_NUM_THREADS": str(batch.threads)} if batch.threads else {}
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            **threads,
+        }
+        done = subprocess.run(
+            [str(python), str(script), str(wish), str(answer)],
+            env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise BenchError(
+                f"vLLM ended with status {done.returncode}; the last of what it said:\n{done.stdout[-3000:]}"
+            )
+        return Timing(**json_module.loads(answer.read_text()))

@@ -13,9 +13,12 @@ def main(arguments: list[str] | None = None) -> int:
         "every policy on the same requests: SLO attainment for each model.",
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="model folder, served under three names")
-    parser.add_argument("--rate", type=float, default=2.0, metavar="R", help="requests per second in all (2)")
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="arrivals of each run (20)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="workloads of each kind (3)")
+    parser.add_argument(
+        "--load", type=float, default=0.8, metavar="X", help="rate as a share of what the device can do at once (0.8)"
+    )
+    parser.add_argument("--rate", type=float, metavar="R", help="requests per second in all, instead of --load")
+    parser.add_argument("--seconds", type=float, default=24.0, metavar="S", help="arrivals of each run (24)")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="workloads of each kind (2)")
     parser.add_argument("--scale", type=float, default=5.0, metavar="X", help="SLO scale that is compared (5)")
     parser.add_argument("--output", type=Path, default=Path("policies"), metavar="DIR", help="reports and the plot")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
@@ -23,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from forebay.bench.policy_comparison import Comparison, compare
 
-    comparison = Comparison(options.model, options.rate, options.seconds, options.seeds, options.scale)
+    comparison = Comparison(options.model, options.load, options.rate, options.seconds, options.seeds, options.scale)
     return compare(comparison, options.output, options.json, arguments)
 
 

@@ -1,21 +1,24 @@
 """The policies against each other, on the real server: one device, three models, the same requests for each policy.
 
 One policy after the other serves all workloads; every server starts fresh, so that none profits from another's cache.
-The SLO's baseline is measured once, by lone requests. Attainment is taken over the pooled requests of all seeds.
+The SLO's baseline is measured once, by lone requests. What the device can do is measured by a burst, and the rate is a
+share of that, so that a machine of any speed is kept busy. Attainment is taken over the pooled requests of all seeds.
 """
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import yaml
 from rich.console import Console
 from rich.table import Table
 
 from forebay.bench.baseline import Baseline
 from forebay.bench.client import Outcome
+from forebay.bench.errors import Interrupted
 from forebay.bench.figures import Figure, write_figures
 from forebay.bench.generate import generate
 from forebay.bench.lengths import Lengths, RandomPrompts, Vocabulary
@@ -25,21 +28,28 @@ from forebay.bench.progress import ProgressDisplay
 from forebay.bench.report import summarize, write_report
 from forebay.bench.server_process import ServerProcess, scheduler_command
 from forebay.bench.workload_file import Workload
+from forebay.runtime.loop import on_signals, run
 
 POLICIES = ("adbs", "roundrobin", "temporal", "fix", "fix-adbs")
 POPULARITIES: Mapping[str, tuple[float, ...]] = {"skewed": (12, 5, 3), "even": (1, 1, 1)}
-PROMPTS = Lengths.parse("lognormal:48:0.6")
-OUTPUTS = Lengths.parse("lognormal:12:0.5")
-MOST_PROMPT, MOST_OUTPUT = 192, 40
+PROMPTS = Lengths.parse("lognormal:24:0.6")
+OUTPUTS = Lengths.parse("lognormal:8:0.5")
+MOST_PROMPT, MOST_OUTPUT = 96, 24
 STOP_S = 30.0
+
+
+BURST = 48
+"""Requests that show what the device can do when it always has enough of them to batch."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`rate` in requests per second over all models, `seconds` of arrivals for each of `seeds` workloads."""
+    """`load` is the rate as a share of the device's capacity, `rate` (in requests per second over all models) replaces
+    it; `seconds` of arrivals for each of `seeds` workloads."""
 
     model: Path
-    rate: float
+    load: float
+    rate: float | None
     seconds: float
     seeds: int
     scale: float
@@ -62,10 +72,15 @@ class Arm:
 def compare(comparison: Comparison, folder: Path, json: Path | None, arguments: list[str] | None) -> int:
     """Runs everything, prints a table, draws it, writes the figures; returns the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
-    arms, baseline = asyncio.run(_run(comparison, folder))
+    try:
+        arms, baseline, rate, capacity = run(_run(comparison, folder))
+    except Interrupted:
+        print(f"interrupted; the reports of what was measured are in {folder}", file=sys.stderr)
+        return 1
     names = _names()
     console = Console()
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Figure] = {"rate": Figure(rate, "requests/s", capacity)}
+    console.print(f"{rate:.2f} requests/s, a burst was done at {capacity:.2f} requests/s")
     for popularity in POPULARITIES:
         table = Table(title=f"{popularity}: % of requests within {comparison.scale:g} x alone", box=None)
         table.add_column("policy")
@@ -92,13 +107,13 @@ def _names() -> list[str]:
     return [f"llm-{number}" for number in range(3)]
 
 
-def _workload(comparison: Comparison, weights: Sequence[float], seed: int) -> Workload:
+def _workload(model: Path, rate: float, seconds: float, weights: Sequence[float], seed: int) -> Workload:
     loads = [
-        ModelLoad(name, comparison.rate * weight / sum(weights), str(comparison.model))
+        ModelLoad(name, rate * weight / sum(weights), str(model))
         for name, weight in zip(_names(), weights, strict=True)
     ]
     source = RandomPrompts(Vocabulary.parse("1000:30000"), PROMPTS, OUTPUTS, MOST_PROMPT, MOST_OUTPUT)
-    return generate(loads, lambda load: source, seed=seed, duration=comparison.seconds)
+    return generate(loads, lambda load: source, seed=seed, duration=seconds)
 
 
 def _configuration(comparison: Comparison, policy: str, weights: Sequence[float], folder: Path) -> Path:
@@ -112,28 +127,58 @@ def _configuration(comparison: Comparison, policy: str, weights: Sequence[float]
     return path
 
 
-async def _run(comparison: Comparison, folder: Path) -> tuple[list[Arm], Baseline]:
+class _Runs:
+    """Measurements one after the other; the first one also measures the baseline, which all others share."""
+
+    def __init__(self, comparison: Comparison, folder: Path, progress: ProgressDisplay) -> None:
+        self._stop = asyncio.Event()
+        on_signals(self._stop.set)
+        self._comparison = comparison
+        self._folder = folder
+        self._progress = progress
+        self.baseline: Baseline | None = None
+
+    async def measure(
+        self, policy: str, popularity: str, workloads: Sequence[Workload], what: str
+    ) -> AsyncIterator[Measurement]:
+        """Starts a server with that policy and replays the workloads, one after the other."""
+        config = _configuration(self._comparison, policy, POPULARITIES[popularity], self._folder)
+        async with ServerProcess(scheduler_command(config), self._folder / f"{policy}.log", STOP_S) as server:
+            self._progress.start(f"{popularity} {policy}", None)
+            url = await server.ready(self._stop, lambda what: self._progress.update(0, what))
+            for number, workload in enumerate(workloads):
+                name = f"{popularity}, {policy}, {what} {number}"
+                plan = Plan(url, workload, name, [f"bench.policies: {name}"], baseline=self.baseline)
+                measured = await measure_run(plan, self._progress, self._stop)
+                if self._stop.is_set():
+                    raise Interrupted(f"interrupted in {name}")
+                self.baseline = measured.report.baseline
+                write_report(self._folder / f"{popularity}-{policy}-{what}-{number}.json", measured.report)
+                yield measured
+
+
+async def _run(comparison: Comparison, folder: Path) -> tuple[list[Arm], Baseline, float, float]:
+    """All arms, the baseline, the rate, and the capacity in requests per second."""
     arms: list[Arm] = []
-    baseline: Baseline | None = None
     with ProgressDisplay(sys.stderr) as progress:
+        runs = _Runs(comparison, folder, progress)
+        even = POPULARITIES["even"]
+        burst = _workload(comparison.model, float(BURST), 2.0, even, seed=1000)
+        burst = msgspec.structs.replace(burst, arrivals=[0.0] * BURST, requests=burst.requests[:BURST])
+        [at_once] = [measured async for measured in runs.measure("adbs", "even", [burst], "burst")]
+        capacity = BURST / at_once.run.duration_s
+        rate = comparison.rate or comparison.load * capacity
         for popularity, weights in POPULARITIES.items():
-            workloads = [_workload(comparison, weights, seed) for seed in range(comparison.seeds)]
+            workloads = [
+                _workload(comparison.model, rate, comparison.seconds, weights, seed) for seed in range(comparison.seeds)
+            ]
             for policy in POLICIES:
                 outcomes: list[Outcome] = []
-                config = _configuration(comparison, policy, weights, folder)
-                async with ServerProcess(scheduler_command(config), folder / f"{policy}.log", STOP_S) as server:
-                    progress.start(f"{popularity} {policy}", None)
-                    url = await server.ready(asyncio.Event(), lambda what: progress.update(0, what))
-                    for seed, workload in enumerate(workloads):
-                        command = [f"bench.policies: {popularity}, {policy}, seed {seed}"]
-                        plan = Plan(url, workload, f"seed {seed}", command, baseline=baseline)
-                        measured: Measurement = await measure_run(plan, progress, asyncio.Event())
-                        baseline = measured.report.baseline
-                        outcomes += measured.run.outcomes
-                        write_report(folder / f"{popularity}-{policy}-{seed}.json", measured.report)
+                async for measured in runs.measure(policy, popularity, workloads, "seed"):
+                    outcomes += measured.run.outcomes
                 arms.append(Arm(policy, popularity, tuple(outcomes)))
-    assert baseline is not None
-    return arms, baseline
+    assert runs.baseline is not None
+    return arms, runs.baseline, rate, capacity
 
 
 def _draw(figures: Mapping[str, Figure], path: Path, comparison: Comparison) -> None:

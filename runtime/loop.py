@@ -1,6 +1,7 @@
 """How each of our processes runs its event loop: uvloop where it is installed, and no error goes unseen."""
 
 import asyncio
+import gc
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -8,7 +9,17 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+YOUNG_OBJECTS = 10_000
+"""Containers made before the garbage collector looks at them; Python's own choice (700) has it look at every request
+while it lives, and again when it is older, for nothing: what we make and drop is freed by its reference count."""
+
+
 def run(main: Coroutine[Any, Any, Result]) -> Result:
+    # What was imported stays: it is not looked through again at every full collection (65 ms of every second, measured
+    # in a scheduler under 50,000 events/s).
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     try:
         import uvloop
     except ImportError:

@@ -232,19 +232,8 @@ class CentralCore:
 
     def _from_worker(self, worker: Worker, message: ToScheduler) -> None:
         match message:
-            case ModelReady(name, max_context):
-                worker.finish_loading(name, "ready", max_context)
-                self._rank(worker)
-                self._models[name].was_ready = True
-                self._models[name].max_context = max(
-                    replica.max_context for replica in self._models[name].replicas.values() if replica.state == "ready"
-                )
-                self._announce()
-                self._dispatch(self._models[name])
-            case ModelFailed(name, reason):
-                worker.finish_loading(name, "fail", reason=reason)
-                self._fail_hopeless()
-                self._announce()
+            case Started() | Heartbeat():
+                pass
             case Ended(number, epoch, reason, generated, cached):
                 request = self._requests.get(number)
                 if request is None or number not in worker.requests or request.epoch != epoch:
@@ -264,10 +253,21 @@ class CentralCore:
                     request.worker = ""
                     self._conclude(request, reason)
                 self._dispatch(model)
+            case ModelReady(name, max_context):
+                worker.finish_loading(name, "ready", max_context)
+                self._rank(worker)
+                self._models[name].was_ready = True
+                self._models[name].max_context = max(
+                    replica.max_context for replica in self._models[name].replicas.values() if replica.state == "ready"
+                )
+                self._announce()
+                self._dispatch(self._models[name])
+            case ModelFailed(name, reason):
+                worker.finish_loading(name, "fail", reason=reason)
+                self._fail_hopeless()
+                self._announce()
             case Leave(reason):
                 self._lose(worker.id, f"it left: {reason}")
-            case Started() | Heartbeat():
-                pass
             case _:
                 raise IllegalTransition(
                     f"worker {worker.id} sent {type(message).__name__}, which only front doors send"
@@ -275,14 +275,14 @@ class CentralCore:
 
     def _dispatch(self, model: Model) -> None:
         """Gives waiting requests to replicas, oldest first, while any has room."""
-        if model.ranking.best() is None:
-            return
         for number in list(model.queue):
+            best = model.ranking.best()
+            if best is None:
+                return
             request = self._requests[number]
-            worker = self._choose(model, request)
+            fits = request.context <= model.replicas[best].max_context
+            worker = self._workers[best] if fits else self._choose_larger(model, request)
             if worker is None:
-                if model.ranking.best() is None:
-                    return
                 if request.context > model.max_context and model.complete:
                     self._reject(request, "context_too_long", too_long(model, request.submit))
                 continue  # it is too long for those with room; a younger one may not be
@@ -308,13 +308,8 @@ class CentralCore:
                 ),
             )
 
-    def _choose(self, model: Model, request: Request) -> Worker | None:
-        """The least loaded worker that has room for the request, and memory: replicas may have pools of any size."""
-        best = model.ranking.best()
-        if best is None:
-            return None
-        if request.context <= model.replicas[best].max_context:
-            return self._workers[best]
+    def _choose_larger(self, model: Model, request: Request) -> Worker | None:
+        """The least loaded worker with room for the request and memory for it: replicas may have pools of any size."""
         fitting = (
             (load, worker)
             for worker, load in model.ranking.loads.items()
@@ -385,7 +380,7 @@ class CentralCore:
             self.endings[kind] = self.endings.get(kind, 0) + 1
             self._send(door.id, Rejected(submit.request, submit.epoch, kind, reason))
             return
-        request = Request(submit, door.id, self._arrivals)
+        request = Request(submit.request, submit.model, submit, door.id, self._arrivals)
         self._arrivals += 1
         self._requests[submit.request] = request
         door.requests.add(submit.request)

@@ -13,6 +13,8 @@ class Request:
     """A live request. `arrival` orders all requests and survives resubmission. `cost`: tokens it was counted with on
     its worker; `outcome`: how the worker says that it ended."""
 
+    number: int
+    model: str
     submit: Submit
     door: str
     arrival: int
@@ -22,16 +24,8 @@ class Request:
     outcome: str = ""
 
     @property
-    def number(self) -> int:
-        return self.submit.request
-
-    @property
     def epoch(self) -> int:
         return self.submit.epoch
-
-    @property
-    def model(self) -> str:
-        return self.submit.model
 
     @property
     def context(self) -> int:
@@ -39,7 +33,7 @@ class Request:
         return self.submit.prompt_tokens + self.submit.sampling.max_tokens
 
     def move(self, event: str) -> None:
-        self.state = move(REQUEST, f"request {self.number}", self.state, event)
+        self.state = move(REQUEST, "request", self.number, self.state, event)
 
 
 @dataclass(slots=True)
@@ -106,7 +100,7 @@ class Worker:
         return cast(WorkerState, self.state)
 
     def move(self, event: str) -> None:
-        self.state = move(WORKER, f"worker {self.id}", self.state, event)
+        self.state = move(WORKER, "worker", self.id, self.state, event)
 
     def add(self, model: str) -> Replica:
         self.replicas[model] = Replica()
@@ -117,7 +111,7 @@ class Worker:
         replica = self.replicas.get(model)
         if replica is None:
             raise IllegalTransition(f"worker {self.id} speaks of model {model!r}, which it was not told to load")
-        replica.state = move(REPLICA, f"model {model!r} on worker {self.id}", replica.state, event)
+        replica.state = move(REPLICA, f"on worker {self.id} model", model, replica.state, event)
         replica.max_context, replica.reason = max_context, reason
         self.settle()
 

@@ -25,7 +25,7 @@ from forebay.sched.lane_events import (
     Tick,
 )
 from forebay.sched.neighbours import Neighbours
-from forebay.sched.policy import Phase, Policy
+from forebay.sched.policy import PATIENCE, Policy
 from forebay.sched.residency import Residency
 from forebay.sched.sequence import Lane, Sequence
 from forebay.sched.spill import SpillSpace
@@ -91,7 +91,7 @@ class LaneCore:
             case StepDone():
                 self._land(event)
             case Start():
-                self._start(event)
+                self._start(now, event)
             case Cancel(request, epoch):
                 sequence = self._by_request.get(request)
                 if sequence is not None and sequence.start.epoch == epoch:
@@ -119,7 +119,7 @@ class LaneCore:
                 assert_never(event)
         self.memory.adapt(now, self._lanes.values())
         self._make_room(now)
-        self._launch()
+        self._launch(now)
         self._commands.extend(self._neighbours.decide(now, self._lanes.values()))
         self._commands.extend(Deliver(sink, tuple(messages)) for sink, messages in self._outbox.items())
         self._outbox.clear()
@@ -150,7 +150,7 @@ class LaneCore:
 
     # Requests ------------------------------------------------------------------------------------------------------
 
-    def _start(self, start: Start) -> None:
+    def _start(self, now: float, start: Start) -> None:
         old = self._by_request.get(start.request)
         if old is not None:  # the same request under a newer epoch: whatever runs under the old one is nobody's
             old.reported = True
@@ -161,10 +161,12 @@ class LaneCore:
             self._commands.append(Report(Ended(start.request, start.epoch, "failed", 0)))
             return
         self._sequences += 1
-        sequence = Sequence(self._sequences, self._sequences, start)
+        lane = self._lanes[start.model]
+        due = now + PATIENCE * lane.pace.alone_s(start.prompt_tokens, start.sampling)
+        sequence = Sequence(self._sequences, self._sequences, start, due)
         self._by_request[start.request] = sequence
         self._fairness.arrives(sequence)
-        self._lanes[start.model].wait(sequence)
+        lane.wait(sequence)
         self._commands.append(
             OpenSequence(sequence.number, start.model, start.tokens, start.prompt_tokens, start.sampling)
         )
@@ -197,6 +199,8 @@ class LaneCore:
             sequence.reported = True
             start = sequence.start
             made = start.prompt_tokens + sequence.delivered - sequence.came_with
+            if reason in ("stop", "length"):
+                lane.pace.ended(sequence.delivered, start.sampling.max_tokens)
             self._post(start.sink, Finished(start.request, start.epoch, reason, detail, sequence.cached))
             self._commands.append(Report(Ended(start.request, start.epoch, reason, made, sequence.cached)))
 
@@ -211,6 +215,7 @@ class LaneCore:
 
     def _land(self, done: StepDone) -> None:
         plan, sequences = self._in_flight.pop(done.step)
+        self._lanes[plan.model].pace.step(done.seconds, sum(work.count for work in plan.work if work.count > 1))
         drawn = iter(zip(memoryview(done.tokens).cast("I"), done.stopped, strict=True))
         columns: dict[str, tuple[bytearray, bytearray, bytearray]] = {}
         ended: list[tuple[Sequence, FinishReason, str]] = []
@@ -288,11 +293,10 @@ class LaneCore:
 
     # Steps that are launched -----------------------------------------------------------------------------------------
 
-    def _launch(self) -> None:
+    def _launch(self, now: float) -> None:
         while len(self._in_flight) < STEPS_AHEAD:
             busy = [lane for lane in self._lanes.values() if lane.running or lane.waiting or lane.going]
-            prefilling = any(work.count > 1 for plan, _ in self._in_flight.values() for work in plan.work)
-            launched = any(self._launch_step(lane, phase) for lane, phase in self._policy.choose(busy, prefilling))
+            launched = any(self._launch_step(lane) for lane in self._policy.choose(now, busy))
             self._begin_copies()
             if launched:
                 continue
@@ -300,15 +304,15 @@ class LaneCore:
                 return
             self._begin_copies()
 
-    def _launch_step(self, lane: Lane, phase: Phase) -> bool:
+    def _launch_step(self, lane: Lane) -> bool:
         """Launches a step of this model if there is anything to compute: decodes first, so that a long prompt delays
-        no running answer by more than a chunk; then, in a mixed step, prefills and newcomers, oldest first."""
+        no running answer of its model by more than a chunk; then prefills and newcomers, oldest first."""
         work: list[Work] = []
         sequences: list[Sequence] = []
         budget = lane.step_tokens
         for sequence in lane.running:
             sequence.held = False  # whoever needed its blocks may be gone; if not, it says so again
-        for decode in (True, False) if phase == "mixed" else (True,):
+        for decode in (True, False):
             for sequence in list(lane.running):
                 if budget == 0 or sequence.state != "running" or (sequence.pending == 1) != decode:
                     continue
@@ -316,7 +320,7 @@ class LaneCore:
                     budget -= share.count
                     work.append(share)
                     sequences.append(sequence)
-        while phase == "mixed" and budget > 0 and (newcomer := self._residency.admit(lane)) is not None:
+        while budget > 0 and (newcomer := self._residency.admit(lane)) is not None:
             if newcomer.state == "loading":
                 continue
             self._begin(newcomer)
@@ -329,8 +333,6 @@ class LaneCore:
             return False
         self._steps += 1
         lane.launched = self._steps
-        if any(share.count > 1 for share in work):
-            lane.prefilled = self._steps
         plan = StepPlan(self._steps, lane.model, tuple(work))
         self._in_flight[plan.step] = (plan, sequences)
         self._commands.append(plan)

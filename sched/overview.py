@@ -10,10 +10,14 @@ Workers = Mapping[str, Worker]
 
 def hopeless(model: Model) -> str:
     """Why no replica of the model will ever be ready, or nothing where one may."""
-    replicas = model.replicas.values()
-    if len(replicas) < len(model.gpus) or any(replica.state != "failed" for replica in replicas):
+    if len(model.replicas) < len(model.gpus):
         return ""
-    return f"model {model.spec.name!r} could not be loaded: {next(iter(replicas)).reason}"
+    reason = ""
+    for replica in model.replicas.values():
+        if replica.state != "failed":
+            return ""
+        reason = reason or replica.reason
+    return f"model {model.spec.name!r} could not be loaded: {reason}"
 
 
 def model_statuses(models: Mapping[str, Model], workers: Workers) -> tuple[ModelStatus, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from forebay.sched.pace import Pace
 from forebay.sched.prefix import KeyChain
 from forebay.sched.states import SEQUENCE, move
 from forebay.transport.messages import BLOCK_TOKENS, Start
@@ -23,11 +24,12 @@ class Sequence:
     less, and is launched no more until it was away. `stretch` counts the tokens that it has drawn since it came (back)
     onto the device, `away_since` is the fairness policy's. While it is spilled, or on its way, `away` names the block
     of the arena that holds each of its blocks, None where only the text is known, of `saved` tokens together. `started`
-    and `reported`: the scheduler was told of its start, everybody of its end."""
+    and `reported`: the scheduler was told of its start, everybody of its end. `due`: when it should have ended."""
 
     number: int
     arrival: int
     start: Start
+    due: float = 0.0
     state: str = "waiting"
     known: int = 0
     computed: int = 0
@@ -82,7 +84,7 @@ class Sequence:
         return max(0, -(-tokens // BLOCK_TOKENS) - len(self.blocks))
 
     def move(self, event: str) -> None:
-        self.state = move(SEQUENCE, f"sequence {self.number} (request {self.start.request})", self.state, event)
+        self.state = move(SEQUENCE, "sequence", self.number, self.state, event)
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.arrival < other.arrival
@@ -95,8 +97,8 @@ Blocked = Literal["", "slots", "memory"]
 class Lane:
     """One model on this device. `waiting` are those without memory, spilled ones among them, `running` those with, or
     being loaded, `going` those whose blocks are being written to the arena; the first two oldest first. `blocked`: what
-    the next one waited for when it was last looked at. `launched` and `prefilled` are the numbers of its latest step,
-    and of its latest with a prefill; 0 before the first."""
+    the next one waited for when it was last looked at. `launched` is the number of its latest step, 0 before the first.
+    """
 
     model: str
     block_bytes: int
@@ -106,7 +108,7 @@ class Lane:
     running: list[Sequence] = field(default_factory=list)
     going: list[Sequence] = field(default_factory=list)
     launched: int = 0
-    prefilled: int = 0
+    pace: Pace = field(default_factory=Pace)
     blocked: Blocked = ""
 
     def wait(self, sequence: Sequence) -> None:
@@ -120,13 +122,9 @@ class Lane:
         """Arrival of its oldest sequence; call it only on a lane that has one."""
         return min(group[0].arrival for group in (self.waiting, self.running, self.going) if group)
 
-    @property
-    def has_prefill(self) -> bool:
-        return bool(self.waiting) or any(sequence.pending > 1 for sequence in self.running)
-
-    @property
-    def has_decode(self) -> bool:
-        return any(sequence.pending == 1 for sequence in self.running)
+    def due(self, now: float) -> float | None:
+        """When the first of its answers is due that is not late yet; None where all are late."""
+        return min((sequence.due for sequence in self if sequence.due >= now), default=None)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out of the list that its state says."""

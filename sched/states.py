@@ -11,13 +11,15 @@ class IllegalTransition(Exception):
     """Somebody's story does not add up: the message names the thing, its state, the event and what was allowed."""
 
 
-def move(table: Table, thing: str, state: str, event: str) -> str:
-    """The state that follows; raises IllegalTransition."""
+def move(table: Table, kind: str, name: object, state: str, event: str) -> str:
+    """The state that follows; raises IllegalTransition that speaks of `kind` `name` ("request 7")."""
     try:
         return table[state][event]
     except KeyError:
         allowed = ", ".join(table.get(state, {})) or "nothing: that state is final"
-        raise IllegalTransition(f"{thing} is {state}: {event!r} cannot happen to it (allowed: {allowed})") from None
+        raise IllegalTransition(
+            f"{kind} {name} is {state}: {event!r} cannot happen to it (allowed: {allowed})"
+        ) from None
 
 
 REQUEST: Final[Table] = {

@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -22,8 +22,11 @@ from forebay.transport.messages import Message
 Out = TypeVar("Out", bound=Message)
 In = TypeVar("In")
 
-FRAMES_A_TURN = 64
+FRAMES_A_TURN = 32
 """Frames read before other callbacks of the loop get their turn."""
+
+MESSAGES_A_FRAME = 64
+"""Messages that travel in one frame; more make more frames, so that one peer's burst does not hold up the others."""
 
 LINGER_MS = 1000
 """How long a closed socket goes on delivering what was sent before."""
@@ -40,6 +43,7 @@ class _Socket:
         self._loop = asyncio.get_running_loop()
         self._on_frames = on_frames
         self._flush_scheduled = False
+        self._pump_scheduled = False
         self._closed = False
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -52,6 +56,16 @@ class _Socket:
         self._loop.add_reader(self._descriptor, self._pump)
         self._loop.call_soon(self._pump)
 
+    def _schedule_pump(self) -> None:
+        # Never twice: each flush reads on, too, and under load their number would grow from turn to turn.
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump_on)
+
+    def _pump_on(self) -> None:
+        self._pump_scheduled = False
+        self._pump()
+
     def _pump(self) -> None:
         """The descriptor only tells of changes, so the socket is read until it is empty, and again after sending."""
         for _ in range(FRAMES_A_TURN):
@@ -63,7 +77,7 @@ class _Socket:
                 return
             if self._on_frames is not None:
                 self._on_frames(frames)
-        self._loop.call_soon(self._pump)
+        self._schedule_pump()
 
     def _read(self) -> list[bytes]:
         """Raises zmq.Again when there is nothing."""
@@ -79,7 +93,8 @@ class _Socket:
         if self._closed:
             return
         self._write()
-        self._pump()
+        if not self._pump_scheduled:
+            self._pump()
 
     def _write(self) -> None:
         raise NotImplementedError
@@ -203,8 +218,10 @@ class ZmqHub(_Socket, Generic[Out, In]):
     def _write(self) -> None:
         out, self._out = self._out, {}
         for peer, messages in out.items():
+            name = peer.encode()
             try:
-                self._socket.send_multipart([peer.encode(), encode(messages)], zmq.NOBLOCK)
+                for frame in _frames(messages):
+                    self._socket.send_multipart([name, frame], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:  # gone: its heartbeats, or their absence, will say so
                     raise
@@ -236,7 +253,8 @@ class ZmqLink(_Socket, Generic[Out, In]):
     def _write(self) -> None:
         if self._out:
             out, self._out = self._out, []
-            self._socket.send(encode(out), zmq.NOBLOCK)
+            for frame in _frames(out):
+                self._socket.send(frame, zmq.NOBLOCK)
 
 
 class ZmqSink(_Socket, Generic[In]):
@@ -279,7 +297,16 @@ class ZmqFeed(_Socket, Generic[Out]):
     def _write(self) -> None:
         if self._out:
             out, self._out = self._out, []
-            self._socket.send(encode(out), zmq.NOBLOCK)
+            for frame in _frames(out):
+                self._socket.send(frame, zmq.NOBLOCK)
+
+
+def _frames(messages: list[Message]) -> Iterator[bytes]:
+    if len(messages) <= MESSAGES_A_FRAME:
+        yield encode(messages)
+        return
+    for first in range(0, len(messages), MESSAGES_A_FRAME):
+        yield encode(messages[first : first + MESSAGES_A_FRAME])
 
 
 def _connect(socket: "zmq.Socket[bytes]", endpoint: str) -> None:

@@ -1,10 +1,12 @@
 """The benchmarks run and write their figures in the common shape. How fast is not a test's business."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -53,3 +55,24 @@ def test_engine(tmp_path: Path, smollm2: Path) -> None:
     figures = run(tmp_path, "bench.engine", str(smollm2), *arguments)
     assert set(figures) == {"prefill_32", "decode_32", "output_32"}
     assert all(figure["value"] > 0 and figure["baseline"] > 0 for figure in figures.values())
+
+
+def test_policies_that_are_interrupted_leave_no_server_behind(smollm2: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.policies", str(smollm2), "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if line.startswith("baseline"):
+                break
+        servers = psutil.Process(process.pid).children(recursive=True)
+        assert servers
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait(60) == 1
+        _, left = psutil.wait_procs(servers, timeout=30)
+        assert not left
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

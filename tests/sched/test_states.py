@@ -25,6 +25,6 @@ def test_every_story_can_end(name: str) -> None:
 
 def test_an_illegal_move_names_the_thing_its_state_the_event_and_what_was_allowed() -> None:
     with pytest.raises(IllegalTransition, match=r"request 7 is ended: 'end' cannot happen to it \(allowed: nothing"):
-        move(TABLES["request"], "request 7", "ended", "end")
+        move(TABLES["request"], "request", 7, "ended", "end")
     with pytest.raises(IllegalTransition, match="allowed: end, conclude, abort, lose"):
-        move(TABLES["request"], "request 7", "running", "resubmit")
+        move(TABLES["request"], "request", 7, "running", "resubmit")

@@ -25,11 +25,11 @@ def one_model(model: Path, memory: str, **device: Any) -> dict[str, Any]:
     }
 
 
-async def complete_all(server: Server) -> list[str]:
+async def complete_all(server: Server, model: str = "llm") -> list[str]:
     async with httpx.AsyncClient(base_url=server.url, timeout=200) as client:
 
         async def complete(prompt: str) -> str:
-            body = {"model": "llm", "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
+            body = {"model": model, "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
             response = await client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
             text: str = response.json()["choices"][0]["text"]
@@ -67,6 +67,44 @@ def test_greedy_text_is_the_same_under_pressure(
     assert len(journals) == 1
     copies = Path(journals[0]).read_bytes().count(b"CopyDone")
     assert (copies > 4) == bool(spill), f"{copies} copies"
-    replay = [sys.executable, "-m", "runtime.journal", *journals]
+    replay_all(tmp_path / "journal")
+
+
+def replay_all(folder: Path) -> None:
+    """All journals lead to the same commands again."""
+    replay = [sys.executable, "-m", "runtime.journal", *map(str, folder.iterdir())]
     done = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def both(server: Server) -> list[list[str]]:
+    """The first model alone until it has borrowed, then the second one needs its memory back."""
+    first = asyncio.create_task(complete_all(server, "first"))
+    await asyncio.to_thread(server.until, "borrowed")
+    second = asyncio.create_task(complete_all(server, "second"))
+    return list(await asyncio.gather(first, second))
+
+
+def test_a_device_lends_what_is_idle_and_takes_it_back_for_its_own_load(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: list[str]
+) -> None:
+    monkeypatch.setenv("FOREBAY_CHECK_SPILLS", "1")
+    configuration = {
+        "devices": [
+            {"device": "cpu:0", "memory": "8MiB", "slab": "4MiB", "threads": 1, "fairness": "cfs"},
+            {"device": "cpu:1", "memory": "32MiB", "slab": "4MiB", "threads": 1, "lend": True},
+        ],
+        "models": [
+            {"name": "first", "path": str(smollm2), "placement": ["cpu:0"]},
+            {"name": "second", "path": str(smollm2), "placement": ["cpu:1"]},
+        ],
+    }
+    with Server(configuration, tmp_path, "--journal", str(tmp_path / "journal")) as server:
+        server.until("lending what is idle")
+        first, second = asyncio.run(both(server))
+        server.until("lent memory is back")
+        assert server.stop() == 0
+        server.assert_nothing_left()
+    assert first == second == calm
+    assert "a copy failed" not in server.log
+    replay_all(tmp_path / "journal")

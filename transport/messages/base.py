@@ -9,9 +9,10 @@ PROTOCOL_VERSION = 1
 """Raised by every change that an older peer would misread; both sides must name the same one."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all events on the wire."""
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of all events on the wire. They hold values only, so no cycle can run through one, and the garbage collector
+    need not look at them: a scheduler sees tens of thousands a second."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of what travels inside a message: no tag of its own."""
