@@ -200,7 +200,7 @@ class LaneCore:
             start = sequence.start
             made = start.prompt_tokens + sequence.delivered - sequence.came_with
             if reason in ("stop", "length"):
-                lane.pace.ended(sequence.delivered, start.sampling.max_tokens)
+                self._lanes[sequence.model].pace.ended(sequence.delivered, start.sampling.max_tokens)
             self._post(start.sink, Finished(start.request, start.epoch, reason, detail, sequence.cached))
             self._commands.append(Report(Ended(start.request, start.epoch, reason, made, sequence.cached)))
 
