@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from forebay.bench.figures import Figure, write_figures
+from forebay.bench.figures import Figure
 from forebay.bench.products import Products
-from forebay.gpu.backend import Arena, MemoryBackend, memory_backend
+from forebay.gpu.backend import Arena, MemoryBackend
 from forebay.gpu.copies import Copier
 from forebay.gpu.pieces import Pieces, block_pieces
 
@@ -47,29 +46,11 @@ class Route:
     source: int
 
 
-def measure(devices: list[str], largest: int, seconds: float, json: Path | None, arguments: list[str] | None) -> int:
-    """Runs everything, prints a table, writes the figures; returns the exit status."""
-    figures: dict[str, Figure] = {}
-    with ExitStack() as held:
-        borrower = held.enter_context(memory_backend(devices[0]))
-        lender = held.enter_context(memory_backend(devices[1])) if len(devices) > 1 else None
-        described = {str(backend.device): backend.describe() for backend in (borrower, lender) if backend is not None}
-        if lender is None:
-            print(f"only {devices[0]} was named: copies to and from a neighbour are left out")
-        for name, figure in _figures(borrower, lender, largest, seconds, held):
-            figures[name] = figure
-            share = f"{figure.value / figure.baseline:6.3f}" if figure.value and figure.baseline else ""
-            baseline = f"{figure.baseline:>10,.4g}" if figure.baseline else f"{'':>10}"
-            print(f"{name:44}{figure.value or 0:>10,.4g} {figure.unit:6} raw:{baseline} {share}", flush=True)
-    if json is not None:
-        command = ["python", "-m", "bench.lending", *(arguments or [])]
-        write_figures(json, "bench.lending", command, figures, described)
-    return 0
-
-
-def _figures(
+def sweep(
     borrower: MemoryBackend, lender: MemoryBackend | None, largest: int, seconds: float, held: ExitStack
 ) -> Iterator[tuple[str, Figure]]:
+    """Figures by name; pieces up to `largest` bytes, `seconds` for each one beside products. `held` keeps the memory.
+    Without a lender, copies to and from the host alone."""
     room = max(largest, min(SEQUENCE_BYTES, 8 * largest))
     own = _arena(borrower, borrower, room, held)
     host = held.enter_context(borrower.pinned(room))
@@ -135,16 +116,16 @@ def _sizes(
         if size > largest:
             break
         # Single pieces all over the place, so that no cache holds them.
-        wholes = _scattered(route, size, room if size > total else total)
+        wholes = scattered(route, size, room if size > total else total)
         wholes = wholes.part(slice(max(1, min(64, RAW_BYTES // size))))
         single = [wholes.part(slice(number, number + 1)) for number in range(len(wholes))]
-        figure = _figure(wholes.bytes, partial(_finish, copier, single), partial(_move_each, backend, wholes))
-        yield f"{route.name}_whole_{_text(size)}", figure
+        figure = _figure(wholes.bytes, partial(finish, copier, single), partial(_move_each, backend, wholes))
+        yield f"{route.name}_whole_{text_of(size)}", figure
         if 2 * size > total:
             continue
-        lists, plain = [_scattered(route, size, total)] * IN_FLIGHT, partial(_move, backend, route, total, IN_FLIGHT)
-        figure = _figure(IN_FLIGHT * lists[0].bytes, partial(_finish, copier, lists), plain)
-        yield f"{route.name}_scattered_{_text(size)}", figure
+        lists, plain = [scattered(route, size, total)] * IN_FLIGHT, partial(_move, backend, route, total, IN_FLIGHT)
+        figure = _figure(IN_FLIGHT * lists[0].bytes, partial(finish, copier, lists), plain)
+        yield f"{route.name}_scattered_{text_of(size)}", figure
 
 
 def _move(backend: MemoryBackend, route: Route, size: int, count: int) -> None:
@@ -160,21 +141,23 @@ def _move_each(backend: MemoryBackend, wanted: Pieces) -> None:
         backend.move(target, source, size)
 
 
-def _finish(copier: Copier, lists: list[Pieces], *, beside_compute: bool = False) -> None:
+def finish(copier: Copier, lists: list[Pieces], *, beside_compute: bool = False) -> None:
+    """Copies all lists, one behind the other; returns when the last byte is there."""
     for future in [copier.copy(wanted, beside_compute=beside_compute) for wanted in lists]:
         future.result()
 
 
-def _scattered(route: Route, size: int, total: int) -> Pieces:
+def scattered(route: Route, size: int, total: int) -> Pieces:
+    """`total` bytes in pieces of `size`, in an order by chance at both ends."""
     random, count = np.random.default_rng(size), total // size
     return block_pieces(route.target, random.permutation(count), route.source, random.permutation(count), size)
 
 
 def _sequence(backend: MemoryBackend, copier: Copier, route: Route, size: int) -> tuple[str, Figure]:
     """One swap by itself, from the call to the last byte. The baseline is what the link needs for it."""
-    wanted = [_scattered(route, BLOCK_BYTES, size)]
-    rate, raw = _rates(size, partial(_finish, copier, wanted), partial(_move, backend, route, size, 1))
-    return f"{route.name}_sequence_{_text(size)}", Figure(1000 * size / rate, "ms", 1000 * size / raw)
+    wanted = [scattered(route, BLOCK_BYTES, size)]
+    rate, raw = _rates(size, partial(finish, copier, wanted), partial(_move, backend, route, size, 1))
+    return f"{route.name}_sequence_{text_of(size)}", Figure(1000 * size / rate, "ms", 1000 * size / raw)
 
 
 def _beside(
@@ -184,17 +167,18 @@ def _beside(
         time.sleep(seconds)
     alone = products.rate
     for size in BESIDE_SIZES:
-        wanted, copied = _scattered(route, size, total), 0
+        wanted, copied = scattered(route, size, total), 0
         with products:
             begin = time.perf_counter()
             while (elapsed := time.perf_counter() - begin) < seconds:
-                _finish(copier, [wanted] * IN_FLIGHT, beside_compute=True)
+                finish(copier, [wanted] * IN_FLIGHT, beside_compute=True)
                 copied += IN_FLIGHT * wanted.bytes
-        yield f"{route.name}_beside_{_text(size)}", Figure(copied / elapsed / 1e9, "GB/s", raw / 1e9)
-        yield f"{route.name}_products_beside_{_text(size)}", Figure(products.rate, "1/s", alone)
+        yield f"{route.name}_beside_{text_of(size)}", Figure(copied / elapsed / 1e9, "GB/s", raw / 1e9)
+        yield f"{route.name}_products_beside_{text_of(size)}", Figure(products.rate, "1/s", alone)
 
 
-def _text(size: int) -> str:
+def text_of(size: int) -> str:
+    """`64KiB`"""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size % unit == 0:
             return f"{size // unit}{name}"

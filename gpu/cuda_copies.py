@@ -2,7 +2,9 @@
 to the models; small ones by one kernel for all of them, since a call for each would cost more than the copy."""
 
 import contextlib
+import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from forebay.gpu.cuda_engine import CopyEngine
+from forebay.gpu.cuda_engine import ENGINE_STREAMS, CopyEngine
 from forebay.gpu.cuda_kernel import CopyKernel
 from forebay.gpu.cuda_places import Place
 from forebay.gpu.errors import DeviceError
@@ -33,6 +35,10 @@ HOST_BLOCKS = 4
 HOST_BLOCKS_BESIDE_COMPUTE = 2
 """4 fill PCIe as well as 132 do (measured on H200: 46 GB/s of 16 KiB pieces); beside products 4 / 2 / 1 leave them
 0.77 / 0.88 / 0.91 of their speed and copy at 28 / 30 / 18 GB/s."""
+
+INLINE_PIECES = 1024
+"""A list of at most so many is launched by whoever asks, where nothing else is on its way: that thread would only wait
+for another one to do it."""
 
 ASLEEP = 0.6
 WORTH_SLEEPING_S = 0.0005
@@ -58,14 +64,15 @@ class _Launched:
 
 
 class CudaCopier:
-    """One thread launches, another waits for what was launched. `engine_bytes` and the numbers of thread blocks are for
-    measuring; `blocks` is otherwise one for each SM."""
+    """One thread launches, another waits for what was launched. `engine_bytes`, `engine_streams` and the numbers of
+    thread blocks are for measuring; `blocks` is otherwise one for each SM."""
 
     def __init__(
         self,
         backend: "CudaBackend",
         *,
         engine_bytes: int | None = None,
+        engine_streams: int = ENGINE_STREAMS,
         blocks: int | None = None,
         blocks_beside_compute: int = BLOCKS_BESIDE_COMPUTE,
         host_blocks: int = HOST_BLOCKS,
@@ -80,10 +87,19 @@ class CudaCopier:
         self._blocks = {False: alone, True: beside}
         self._best_rate = 0.0
         self._last_done = 0.0
+        self._events: deque[Any] = deque()
+        """Those that nobody uses at the moment: to make one takes longer than to record it."""
+        self._lock = threading.Lock()
+        """Held by whoever puts a copy in line, or launches it at once."""
+        self._counting = threading.Lock()
+        self._unfinished = 0
+        self._closed = False
         with contextlib.ExitStack() as undo:
             self._stream = context.stream(low_priority=True)
             undo.callback(self._destroy, "cuStreamDestroy", self._stream)
-            self._engine = CopyEngine(context, self._stream)
+            undo.callback(self._destroy_events)
+            self._engine = CopyEngine(context, self._stream, engine_streams)
+            undo.callback(self._engine.close)
             self._kernel = CopyKernel(backend, self._stream)
             undo.callback(self._kernel.close)
             name = f"copies-{context.device}"
@@ -95,28 +111,37 @@ class CudaCopier:
 
     def copy(self, pieces: Pieces, *, beside_compute: bool = False, after_stream: int = 0) -> "Future[None]":
         done: Future[None] = Future()
-        after = self._event(after_stream) if after_stream else None
-        self._launching.put(_Job(pieces, beside_compute, after, done))
+        with self._lock:
+            if self._closed:
+                raise DeviceError(f"the copier of {self._context.device} is closed")
+            after = self._recorded(after_stream) if after_stream else None
+            job = _Job(pieces, beside_compute, after, done)
+            if self._count(1) > 1 or not 0 < pieces.sizes.size <= INLINE_PIECES:
+                self._launching.put(job)
+            else:
+                self._launch(job)
         return done
 
     def _launch(self, job: _Job) -> None:
         if not job.done.set_running_or_notify_cancel():
             if job.after is not None:
-                self._destroy("cuEventDestroy", job.after)
+                self._events.append(job.after)
+            self._count(-1)
             return
         try:
             planned = plan(job.pieces)
             with self._context.current() as driver:
                 if job.after is not None:
                     self._context.call(driver.cuStreamWaitEvent(self._stream, job.after, 0))
-                    self._context.call(driver.cuEventDestroy(job.after))
+                    self._events.append(job.after)
                 self._dispatch(planned, job.beside_compute)
-                event = self._event(self._stream)
+                event = self._recorded(self._stream)
             self._waiting.put(_Launched(event, planned.bytes, time.perf_counter(), job.done))
         except Exception as error:
             # What was launched of it goes on, and its memory may be used otherwise from now on.
             with contextlib.suppress(DeviceError), self._context.current() as driver:
                 driver.cuStreamSynchronize(self._stream)
+            self._count(-1)
             job.done.set_exception(error)
 
     def _dispatch(self, planned: Pieces, beside_compute: bool) -> None:
@@ -150,21 +175,35 @@ class CudaCopier:
                     if left > WORTH_SLEEPING_S:
                         time.sleep(left)
                 self._context.call(driver.cuEventSynchronize(job.event))
-                self._context.call(driver.cuEventDestroy(job.event))
         except Exception as error:
+            self._count(-1)
             job.done.set_exception(error)
-        else:
-            self._last_done = time.perf_counter()
-            if waited and job.bytes >= RATE_BYTES:
-                self._best_rate = max(self._best_rate, job.bytes / (self._last_done - begun))
-            job.done.set_result(None)
+            return
+        self._events.append(job.event)
+        self._last_done = time.perf_counter()
+        if waited and job.bytes >= RATE_BYTES:
+            self._best_rate = max(self._best_rate, job.bytes / (self._last_done - begun))
+        self._count(-1)
+        job.done.set_result(None)
 
-    def _event(self, stream: Any) -> Any:
+    def _count(self, more: int) -> int:
+        with self._counting:
+            self._unfinished += more
+            return self._unfinished
+
+    def _recorded(self, stream: Any) -> Any:
         """An event behind the stream's work so far."""
         with self._context.current() as driver:
-            event = self._context.call(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+            try:
+                event = self._events.pop()
+            except IndexError:
+                event = self._context.call(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
             self._context.call(driver.cuEventRecord(event, stream))
         return event
+
+    def _destroy_events(self) -> None:
+        for event in self._events:
+            self._destroy("cuEventDestroy", event)
 
     def _destroy(self, function: str, handle: Any) -> None:
         with self._context.current() as driver:
@@ -172,9 +211,11 @@ class CudaCopier:
 
     @property
     def closed(self) -> bool:
-        return self._launching.closed
+        return self._closed
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         self._undo.close()
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 over NVLink, pinned host memory."""
 
 import contextlib
+import ctypes
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -71,23 +72,6 @@ copy_units(const u64* __restrict__ descriptors, unsigned int count, unsigned int
 """.replace("UNIT", str(UNIT_BYTES))
 
 
-class _OurStream:
-    """How CUDA's Python packages tell each other of a stream."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self._handle)
-
-
-def _cupy_stream(cupy: Any, handle: int, device: int) -> Any:
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        with cupy.cuda.Device(device):
-            return cupy.cuda.Stream.from_external(_OurStream(handle))
-    return cupy.cuda.ExternalStream(handle, device)  # CuPy 13
-
-
 class CopyKernel:
     """The kernel, and room for the descriptors of two launches: one is filled while the other runs."""
 
@@ -100,11 +84,13 @@ class CopyKernel:
             ) from error
         self._context = context = backend.context
         self._stream = stream
-        self._device = cupy.cuda.Device(backend.device.index)
-        self._outside = _cupy_stream(cupy, int(stream), backend.device.index)
-        with self._device:
-            self._function = cupy.RawKernel(SOURCE, NAME, options=("--std=c++17",))
-            self._function.compile()
+        with cupy.cuda.Device(backend.device.index):
+            self._compiled = cupy.RawKernel(SOURCE, NAME, options=("--std=c++17",))
+            self._compiled.compile()
+            # Launched by the driver's own call: CuPy's takes longer than the copies of a small list.
+            self._function = int(self._compiled.kernel.ptr)
+        self._values = (ctypes.c_uint64(), ctypes.c_uint32(), ctypes.c_uint32())
+        self._arguments = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in self._values))
         room = LAUNCH_PIECES * DESCRIPTOR_BYTES
         with contextlib.ExitStack() as undo:
             self._staging = backend.pinned(2 * room)
@@ -143,9 +129,10 @@ class CopyKernel:
         call(driver.cuMemcpyHtoDAsync(target, self._staging.base + place, count * DESCRIPTOR_BYTES, self._stream))
         units = -(-int(pieces.sizes.max()) // UNIT_BYTES)
         grid = min(blocks, -(-count * units // WARPS))
-        with self._device, self._outside:
-            arguments = (np.uint64(target), np.uint32(count), np.uint32(units))
-            self._function((grid,), (THREADS,), arguments)
+        for holder, value in zip(self._values, (target, count, units), strict=True):
+            holder.value = value
+        arguments = ctypes.addressof(self._arguments)
+        call(driver.cuLaunchKernel(self._function, grid, 1, 1, THREADS, 1, 1, 0, self._stream, arguments, 0))
         call(driver.cuEventRecord(self._events[turn], self._stream))
 
     def close(self) -> None:

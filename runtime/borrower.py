@@ -187,10 +187,10 @@ class Borrower:
 
     async def _allocate(self, size: int, host: bool) -> Loan:
         loan = Loan(self._tools, size)
-        leases, reason = await self._leasing.obtain(self._whole(size), loan.revoked)
+        leases, reason = await self._leasing.obtain(self._whole(size), loan.keeper.revoked)
         self._loans.add(loan)
         try:
-            await loan.fill(leases, reason, host)
+            await loan.keeper.fill(leases, reason, host)
         except BaseException:
             self._unwanted(loan)
             raise
@@ -205,7 +205,7 @@ class Borrower:
     def _unwanted(self, loan: Loan) -> None:
         """Whoever asked for it is gone."""
         if not self._background.closed:
-            self._background.spawn(loan.close())
+            self._background.spawn(loan.keeper.close())
 
     async def _status(self) -> BorrowerStatus:
         views = tuple(
@@ -231,7 +231,7 @@ class Borrower:
 
     async def _close(self) -> None:
         for loan in list(self._loans):
-            await loan.close()
+            await loan.keeper.close()
         self._leasing.close()
         self._party.close("the borrower closes")
         self._memory.close()

@@ -93,10 +93,24 @@ class Leasing:
             async with asyncio.timeout(self._grant_s):
                 return await answer
         except TimeoutError:
+            self._decline(answer)
             self.party.unanswered(f"a wish to borrow {size} bytes, for {self._grant_s:g} s")
             return None
+        except asyncio.CancelledError:
+            self._decline(answer)
+            raise
         finally:
             self._asked = {key: value for key, value in self._asked.items() if value[-1] is not answer}
+
+    def _decline(self, answer: "asyncio.Future[Granted]") -> None:
+        """The answer may have come in the moment in which it was given up."""
+        if answer.done() and not answer.cancelled():
+            self._give_back(answer.result().grants)
+
+    def _give_back(self, grants: tuple[Grant, ...]) -> None:
+        """Nobody waits for them any more."""
+        for grant in grants:
+            self.party.send(Release(grant.lease, grant.epoch, grant.slabs))
 
     def _send_borrow(self, size: int, avoid: str, answer: "asyncio.Future[Granted]") -> None:
         self._last += 1
@@ -115,9 +129,8 @@ class Leasing:
                 *_, answer = self._asked.get(request, (0, "", None))
                 if answer is not None and not answer.done() and not self._closed:
                     answer.set_result(message)
-                else:  # nobody waits for it any more
-                    for grant in grants:
-                        self.party.send(Release(grant.lease, grant.epoch, grant.slabs))
+                else:
+                    self._give_back(grants)
             case Revoke(lease=number, epoch=epoch, slabs=slabs, deadline_s=deadline_s, reason=reason):
                 if (lease := self.leases.get(number)) is not None and lease.epoch == epoch:
                     lease.revoke(slabs, deadline_s, reason)

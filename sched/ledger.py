@@ -45,7 +45,7 @@ class Stock:
     def move(self, slab: int, event: str, lease: int = 0) -> None:
         """Raises IllegalTransition, and then nothing has changed."""
         old = self.state(slab)
-        new = move(SLAB, f"slab {slab} of {self.lender}", old, event)
+        new = move(SLAB, "slab", f"{slab} of {self.lender}", old, event)
         self.free.pop(slab, None)
         self.lent.pop(slab, None)
         self.returned.pop(slab, None)
@@ -144,7 +144,7 @@ class Lease:
         )
 
     def move(self, event: str) -> None:
-        self.state = move(LEASE, f"lease {self.number}", self.state, event)
+        self.state = move(LEASE, "lease", self.number, self.state, event)
 
 
 class Ledger:
