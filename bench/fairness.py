@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", type=Path, metavar="MODEL", help="model folder")
     parser.add_argument("--requests", type=int, default=200, metavar="N", help="requests of each run (200)")
     parser.add_argument("--load", type=float, default=1.2, metavar="X", help="arrivals over capacity (1.2)")
-    parser.add_argument("--memory", default="64MiB", metavar="SIZE", help="KV pool (64MiB)")
+    parser.add_argument("--memory", default="72MiB", metavar="SIZE", help="KV pool (72MiB)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="workloads (3)")
     parser.add_argument("--arms", default=",".join(ARMS), metavar="LIST", help=f"some of {','.join(ARMS)}")
     parser.add_argument("--output", type=Path, default=Path("fairness"), metavar="DIR", help="logs and the plot")

@@ -28,6 +28,7 @@ from forebay.bench.models_file import ModelLoad
 from forebay.bench.progress import ProgressDisplay
 from forebay.bench.server_process import ServerProcess, scheduler_command
 from forebay.bench.workload_file import Workload
+from forebay.runtime.loop import on_signals, run
 
 ARMS: Mapping[str, dict[str, Any]] = {
     "fcfs": {"fairness": "fcfs"},
@@ -41,9 +42,9 @@ ARMS: Mapping[str, dict[str, Any]] = {
 MODEL = "llm"
 PEER_MEMORY = "576MiB"  # a tenth of it is kept
 SLAB = "8MiB"
-PROMPTS = Lengths.parse("lognormal:64:0.6")
-OUTPUTS = Lengths.parse("lognormal:64:0.6")
-MOST_PROMPT, MOST_OUTPUT = 192, 192
+PROMPTS = Lengths.parse("lognormal:48:0.6")
+OUTPUTS = Lengths.parse("lognormal:48:0.6")
+MOST_PROMPT, MOST_OUTPUT = 144, 144
 SAMPLE = 60
 """Requests by which capacity is measured."""
 TENANTS = ("greedy",) * 10 + ("modest",)
@@ -66,15 +67,19 @@ class Comparison:
 def compare(comparison: Comparison, folder: Path, json: Path | None, arguments: list[str] | None) -> int:
     """Runs everything, prints a table, draws it, writes the figures; returns the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs, shares = asyncio.run(_run(comparison, folder))
+    try:
+        capacity, runs, shares = run(_run(comparison, folder))
+    except asyncio.CancelledError:
+        print("interrupted: there is nothing to report", file=sys.stderr)
+        return 1
     console = Console()
     table = Table(
         title=f"{comparison.requests} requests at {comparison.load:g} x capacity, {comparison.memory}", box=None
     )
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Figure] = {"rate": Figure(comparison.load * capacity, "requests/s", capacity)}
     for arm, served in runs.items():
         values = summarise(served)
-        if not figures:
+        if not table.columns:
             table.add_column("arm")
             for name, (_, unit) in values.items():
                 table.add_column(f"{name} {unit}", justify="right")
@@ -114,7 +119,15 @@ def _configuration(comparison: Comparison, arm: str, folder: Path) -> Path:
     return path
 
 
-async def _run(comparison: Comparison, folder: Path) -> tuple[dict[str, list[Served]], list[dict[str, float]]]:
+async def _run(comparison: Comparison, folder: Path) -> tuple[float, dict[str, list[Served]], list[dict[str, float]]]:
+    """Capacity in requests per second, what each arm did, and what each tenant of the burst was given, by seed."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def end() -> None:
+        task.cancel()
+
+    on_signals(end)
     runs: dict[str, list[Served]] = {}
     shares: list[dict[str, float]] = []
     with ProgressDisplay(sys.stderr) as progress:
@@ -123,20 +136,26 @@ async def _run(comparison: Comparison, folder: Path) -> tuple[dict[str, list[Ser
             url = await server.ready(asyncio.Event(), lambda what: progress.update(0, what))
             sample = _workload(comparison, 0, 1.0).first(SAMPLE)
             whole = await _serve(url, sample, [0.0] * len(sample.requests), ("",))
-        rate = comparison.load * len(sample.requests) / whole.seconds
-        for arm in comparison.arms:
-            for seed in range(comparison.seeds):
+        capacity = len(sample.requests) / whole.seconds
+        # All arms of a seed one after the other: what else the machine does changes with the hour.
+        for seed in range(comparison.seeds):
+            for arm in comparison.arms:
                 progress.start(f"{arm}, seed {seed}", None)
-                workload = _workload(comparison, seed, rate)
+                workload = _workload(comparison, seed, comparison.load * capacity)
                 async with _server(comparison, arm, folder) as server:
                     url = await server.ready(asyncio.Event(), lambda what: progress.update(0, what))
+                    progress.start(f"{arm}, seed {seed}", comparison.requests)
                     if arm == "cfs-peer":
                         await _lent(url)
                     runs.setdefault(arm, []).append(await _serve(url, workload, workload.arrivals, TENANTS))
+                    first = summarise(runs[arm][-1:])
+                    progress.update(
+                        comparison.requests, f"time to first token {first['ttft_p99'][0]:.1f} s at p99", last=True
+                    )
                     if arm == "vtc":
                         burst = await _serve(url, workload, [0.0] * len(workload.requests), TENANTS)
                         shares.append(service(burst))
-    return runs, shares
+    return capacity, runs, shares
 
 
 def _server(comparison: Comparison, arm: str, folder: Path) -> ServerProcess:

@@ -30,7 +30,8 @@ POLL_S = 0.0005
 
 class SchedulerProcess:
     """`python -m runtime.scheduler` without a configuration, with a folder of its own for its sockets and those of its
-    parties, from entry to exit. Raises BenchError if it does not listen within START_S."""
+    parties, from entry to exit. Raises BenchError if it has not started all of itself within START_S, or ends before
+    it is asked to."""
 
     endpoint: str
 
@@ -38,6 +39,7 @@ class SchedulerProcess:
         self._temporary = tempfile.TemporaryDirectory(prefix="fb-")
         self.folder = Path(self._temporary.name)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._seen: list[str] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "forebay.runtime.scheduler", "--port", "0"],
             env={**os.environ, "XDG_RUNTIME_DIR": str(self.folder)},
@@ -50,9 +52,9 @@ class SchedulerProcess:
         self._reader = threading.Thread(target=self._read, args=(self._process.stderr,), daemon=True)
         self._reader.start()
         try:
-            self.endpoint = self._listening()
+            self.endpoint = self._started()
         except BaseException:
-            self.__exit__(None, None, None)
+            self._stop()
             raise
         return self
 
@@ -62,22 +64,41 @@ class SchedulerProcess:
                 self._lines.put(line)
         self._lines.put(None)
 
-    def _listening(self) -> str:
-        deadline, seen = time.monotonic() + START_S, list[str]()
+    def _started(self) -> str:
+        """Its endpoint, once its front door has started too: what starts would be measured."""
+        deadline, endpoint = time.monotonic() + START_S, ""
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 line = None
             if line is None:
-                raise BenchError("\n".join(["the scheduler did not start; its log ends with", *seen[-LOG_LINES:]]))
-            seen.append(line.rstrip())
+                raise self._problem("did not start")
+            self._seen.append(line.rstrip())
             with suppress(ValueError):
-                told = json.loads(line)
-                if told.get("event") == "the scheduler listens":
-                    return str(told["endpoint"])
+                match json.loads(line):
+                    case {"event": "the scheduler listens", "endpoint": str(found)}:
+                        endpoint = found
+                    case {"event": "requests can be sent"}:
+                        return endpoint
+
+    def _problem(self, what: str) -> BenchError:
+        return BenchError("\n".join([f"the scheduler {what}; its log ends with", *self._seen[-LOG_LINES:]]))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        ended = self._process.poll() is not None
+        self._stop()
+        if ended:
+            while line := self._lines.get():
+                self._seen.append(line.rstrip())
+            raise self._problem("ended in the middle of a measurement") from error
+
+    def kill(self) -> None:
+        """By force; returns when it has ended."""
+        self._process.kill()
+        self._process.wait()
+
+    def _stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(END_S)
@@ -102,11 +123,11 @@ class LenderProcess:
         theirs.close()
 
     def offer(self, size: int) -> None:
-        """`size` bytes more; returns when they are offered."""
+        """`size` bytes more; returns when the scheduler may lend them."""
         self._ask("offer", size)
 
     def await_free(self, size: int) -> None:
-        """Until `size` bytes are offered that nobody has."""
+        """Until `size` bytes are offered that nobody has, and the scheduler knows it."""
         self._ask("await_free", size)
 
     def take_back(self, size: int) -> float:
@@ -126,12 +147,12 @@ class LenderProcess:
         return float(self._ask("computed"))
 
     def _ask(self, name: str, *given: object) -> Any:
-        self._ours.send((name, given))
         try:
+            self._ours.send((name, given))
             if not self._ours.poll(ANSWER_S):
                 raise BenchError(f"the lender did not answer {name} within {ANSWER_S:g} s")
             answer, problem = self._ours.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise BenchError(f"the lender ended during {name}; its error is above") from None
         if problem:
             raise BenchError(f"the lender could not {name}: {problem}")
@@ -184,6 +205,9 @@ class _Lending:
             if time.monotonic() > deadline:
                 raise BenchError(f"{size} bytes are not free again: {self._lender.status()}")
             time.sleep(POLL_S)
+        # A party is heard in order: once it has a slab back, the scheduler knows of all that it offered before.
+        self._lender.offer(self._lender.slab_bytes)
+        self.take_back(self._lender.slab_bytes)
 
     def take_back(self, size: int) -> float:
         begin = time.perf_counter()

@@ -1,6 +1,7 @@
 """What kind of memory lies at which of a cuda device's addresses: the copier goes by it."""
 
 import threading
+from collections import deque
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -27,23 +28,31 @@ class Places:
         self._lock = threading.Lock()
         self._sizes: dict[int, tuple[int, Place]] = {}
         self._ranges: list[Range] | None = []
+        self._removed: deque[int] = deque()
 
     def add(self, begin: int, size: int, place: Place) -> None:
-        if place is not Place.OWN:
-            with self._lock:
+        with self._lock:
+            self._forget()
+            if place is not Place.OWN:
                 self._sizes[begin] = (size, place)
                 self._ranges = None
 
     def remove(self, begin: int) -> None:
-        with self._lock:
-            self._sizes.pop(begin, None)
+        """Takes no lock: the garbage collector may call it, in a thread that holds the lock."""
+        self._removed.append(begin)
+
+    def _forget(self) -> None:
+        """With the lock held."""
+        while self._removed:
+            self._sizes.pop(self._removed.popleft(), None)
             self._ranges = None
 
     def of(self, pieces: "Pieces") -> "Place | Addresses":
         """The farther of a piece's two ends: one for all pieces where they have the same, else one for each."""
         ranges = self._joined()
-        target = _of_span(ranges, pieces.destinations, int(pieces.sizes.max(initial=0)))
-        source = _of_span(ranges, pieces.sources, int(pieces.sizes.max(initial=0)))
+        longest = int(pieces.sizes.max(initial=0))
+        target = _of_span(ranges, pieces.destinations, longest)
+        source = _of_span(ranges, pieces.sources, longest)
         if target is not None and source is not None:
             return max(target, source)
         import numpy as np
@@ -60,6 +69,7 @@ class Places:
     def _joined(self) -> list[Range]:
         """In order; neighbours of one kind, such as the slots of an arena, as one."""
         with self._lock:
+            self._forget()
             if self._ranges is None:
                 joined: list[Range] = []
                 for begin, (size, place) in sorted(self._sizes.items()):

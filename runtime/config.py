@@ -217,6 +217,8 @@ def _of_device(section: DeviceSection) -> list[str]:
     machine = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     if section.device.startswith("cpu:") and memory > machine:
         found.append(f"memory: {section.memory!r} is more than this machine has ({machine >> 20} MiB)")
+    if 0 < sizes["spill"] < slab:
+        found.append(f"spill: {section.spill!r} is less than one slab ({section.slab!r}); raise spill or lower slab")
     if sizes["spill"] > machine:
         found.append(f"spill: {section.spill!r} is more than this machine has ({machine >> 20} MiB)")
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)

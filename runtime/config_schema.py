@@ -59,6 +59,13 @@ class DeviceSection(_Section, frozen=True):
             "the least served first (`cfs`), or so that tenants get equal shares (`vtc`)"
         ),
     ] = "fcfs"
+    weights: Annotated[
+        dict[str, Annotated[float, Meta(gt=0)]],
+        Meta(
+            description="shares under `vtc` by tenant, which is the `user` that a request names, or else its API key; "
+            "1 for those that are not listed"
+        ),
+    ] = {}
 
 
 class ModelSection(_Section, frozen=True):
@@ -161,8 +168,8 @@ class Configuration(_Section, frozen=True):
     policy: Annotated[
         Literal["adbs", "roundrobin", "temporal", "fcfs", "fix", "fix-adbs"],
         Meta(
-            description="how models share a device: in turns with prefills and decodes side by side and memory quotas "
-            "that follow the load (`adbs`) or stay (`fix-adbs`); in turns (`roundrobin`), with fixed quotas (`fix`); "
+            description="how models share a device: the model whose answer is due first, with memory quotas that follow "
+            "the load (`adbs`) or stay (`fix-adbs`); in turns (`roundrobin`), with fixed quotas (`fix`); "
             "the oldest request's model alone (`temporal`, also called `fcfs`)"
         ),
     ] = "adbs"
@@ -186,6 +193,7 @@ class Configuration(_Section, frozen=True):
                 section.lend,
                 parse_bytes(section.spill) if section.spill else 0,
                 section.fairness,
+                section.weights,
             )
             for section in self.devices
         }

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from contextvars import copy_context
 from typing import Any
 
 from forebay.gpu.backend import MemorySlab, memory_backend
@@ -18,6 +19,7 @@ from forebay.gpu.errors import DeviceError
 from forebay.gpu.memory import Slab
 from forebay.gpu.pieces import block_pieces
 from forebay.runtime.client import Borrower, HeldLease, Lender, Reclaimed
+from forebay.runtime.recording import LaneSettings
 from forebay.runtime.spill_checks import SpillChecks
 from forebay.sched.lane_events import (
     LaneEvent,
@@ -57,6 +59,21 @@ def arena_slots(settings: DeviceSettings) -> int:
     return host_slots(settings) + ARENA_FACTOR * (settings.memory // settings.slab_bytes) * borrows
 
 
+def lane_settings(settings: DeviceSettings) -> LaneSettings:
+    """What the device's lane core is to know of it."""
+    return LaneSettings(
+        settings.memory // settings.slab_bytes,
+        settings.slab_bytes,
+        settings.policy,
+        settings.prefix_cache,
+        settings.fairness,
+        arena_slots(settings),
+        host_slots(settings),
+        settings.lend,
+        settings.weights,
+    )
+
+
 class WorkerMemory:
     """Made in the event loop; `decide` takes events for the lane core and is called in it. `gpu` is the device's name,
     `scheduler` the endpoint through which memory is borrowed and lent. Raises DeviceError, RefusedAddress, OSError."""
@@ -76,6 +93,7 @@ class WorkerMemory:
         self._decide = decide
         self._log = log
         self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
         self._closing = False
         self._block_bytes: dict[str, int] = {}
         self._slots: dict[int, tuple[HeldLease, int]] = {}
@@ -112,17 +130,19 @@ class WorkerMemory:
                 for slot in range(host_slots(settings)):
                     # The slot keeps the memory; the handle is not needed.
                     with self._memory.host_slab(settings.slab_bytes) as slab:
+                        if isinstance(slab, Slab):
+                            slab.populate()  # a process that touches memory the machine has not got is killed
                         self._arena.map(slot, slab)
                 self._copier = undo.enter_context(self._memory.copier())
                 self._checks = SpillChecks(self._memory, device.pool.base, self._arena.base)
             self._undo = undo.pop_all()
 
     def _from_thread(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """The callback, in the worker's loop."""
+        """The callback, in the worker's loop, and with what its log lines carry."""
 
         def call(*given: object) -> None:
             if not self._closing:
-                self._loop.call_soon_threadsafe(callback, *given)
+                self._loop.call_soon_threadsafe(callback, *given, context=self._context)
 
         return call
 
@@ -158,8 +178,7 @@ class WorkerMemory:
     def _copied(self, command: CopyBlocks, block_bytes: int, done: "Future[None]") -> None:
         """In the copier's thread."""
         error = done.exception() or (self._checks.check(command, block_bytes) if CHECK_VARIABLE in os.environ else None)
-        if not self._closing:
-            self._loop.call_soon_threadsafe(self._landed, command, done, error)
+        self._from_thread(self._landed)(command, done, error)
 
     def _landed(self, command: CopyBlocks, done: "Future[None]", error: BaseException | None) -> None:
         self._copies.discard(done)
@@ -178,7 +197,7 @@ class WorkerMemory:
 
     async def _borrow(self, borrower: Borrower, size: int) -> None:
         try:
-            leases, reason = await borrower.obtain_async(size, self._asked_back)
+            leases, reason = await borrower.obtain_async(size, self._from_thread(self._revoked))
             for lease in leases:
                 self._map(borrower, lease)
             if leases:
@@ -210,11 +229,6 @@ class WorkerMemory:
             borrower.let_go(lease, unused)
         if slots:
             self._tell(SpillGrew(tuple(slots)))
-
-    def _asked_back(self, lease: HeldLease, numbers: frozenset[int], deadline_s: float, reason: str) -> None:
-        """In the borrower's thread."""
-        if not self._closing:
-            self._loop.call_soon_threadsafe(self._revoked, lease, numbers, deadline_s, reason)
 
     def _revoked(self, lease: HeldLease, numbers: frozenset[int], deadline_s: float, reason: str) -> None:
         slots = tuple(s for s, (holder, number) in sorted(self._slots.items()) if holder is lease and number in numbers)

@@ -19,8 +19,9 @@ from forebay.runtime import logs
 from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
 from forebay.runtime.keyring import CREDENTIAL_VARIABLE
 from forebay.runtime.loop import Failure, on_signals, run
-from forebay.runtime.recording import Header, LaneSettings, Recorder, make_lane_core
-from forebay.runtime.worker_memory import WorkerMemory, arena_slots, host_slots
+from forebay.runtime.recording import Header, Recorder, make_lane_core
+from forebay.runtime.worker_feeds import Feeds
+from forebay.runtime.worker_memory import WorkerMemory, lane_settings
 from forebay.sched.lane_events import (
     Deliver,
     LaneCommand,
@@ -57,22 +58,18 @@ from forebay.transport.messages import (
     StepFailed,
     StepPlan,
     Stop,
-    ToFrontDoor,
     ToScheduler,
     ToWorker,
     Welcome,
 )
 from forebay.transport.session import Session
-from forebay.transport.zeromq import ZmqFeed, ZmqLink
+from forebay.transport.zeromq import ZmqLink
 
 WAITING_HEARTBEAT_S = 1.0
 """How often a worker says that it lives before a scheduler has told it how often."""
 
 PATIENCE_S = 5.0
 """How long it waits for a scheduler before it says so."""
-
-KEPT_FEEDS = 4
-"""Front doors whose connections are kept; one that is gone is replaced by a newer one."""
 
 
 def work(gpu: str, scheduler: str, journal: Path | None, parent: int | None) -> int:
@@ -105,7 +102,7 @@ class WorkerProcess:
         self._runners: dict[str, ModelRunner] = {}
         self._wanted: set[str] = set()  # models that the present session asked for and has not been answered about
         self._unopened: dict[int, str] = {}  # sequences that the runner refused
-        self._feeds: dict[str, ZmqFeed[ToFrontDoor]] = {}
+        self._feeds = Feeds(log)
         self._to_load: asyncio.Queue[ModelSpec] = asyncio.Queue()
         self._exit: asyncio.Future[int]
 
@@ -129,10 +126,9 @@ class WorkerProcess:
             loader.cancel()
             await asyncio.gather(loader, return_exceptions=True)
             self._link.close()
-            for feed in self._feeds.values():
-                feed.close()
+            self._feeds.close()
             if self._memory is not None:
-                self._memory.close()
+                await asyncio.to_thread(self._memory.close)
             if self._device is not None:
                 self._device.close()
             if self._core is not None:
@@ -223,16 +219,7 @@ class WorkerProcess:
         with ExitStack() as undo:
             device = open_device(self._gpu, settings)
             undo.callback(device.close)
-            lane = LaneSettings(
-                device.pool.capacity // settings.slab_bytes,
-                settings.slab_bytes,
-                settings.policy,
-                settings.prefix_cache,
-                settings.fairness,
-                arena_slots(settings),
-                host_slots(settings),
-                settings.lend,
-            )
+            lane = lane_settings(settings)
             core = make_lane_core(lane)
             credential = os.environ.get(CREDENTIAL_VARIABLE, "")
             memory = WorkerMemory(self._gpu, self._scheduler, device, settings, credential, self._decide, self._log)
@@ -303,7 +290,7 @@ class WorkerProcess:
                 case StepPlan():
                     self._launch(command)
                 case Deliver(sink, messages):
-                    self._deliver(sink, messages)
+                    self._feeds.deliver(sink, messages)
                 case Report(message):
                     self._link.send(message)
                 case OpenSequence():
@@ -331,15 +318,6 @@ class WorkerProcess:
             self._log.error("a sequence cannot be opened", model=command.model, error=str(error))
             self._unopened[command.sequence] = str(error)
 
-    def _deliver(self, sink: str, messages: tuple[ToFrontDoor, ...]) -> None:
-        try:
-            feed = self._feed(sink)
-        except RefusedAddress as error:
-            self._log.error("tokens cannot be delivered", sink=sink, error=str(error))
-            return
-        for message in messages:
-            feed.send(message)
-
     def _launch(self, plan: StepPlan) -> None:
         for work in plan.work:
             if (reason := self._unopened.get(work.sequence)) is not None:
@@ -358,11 +336,3 @@ class WorkerProcess:
         else:
             self._log.error("a step failed", step=step, error=repr(error), exc_info=error)
             self._decide(StepFailed(step, str(error) or repr(error)))
-
-    def _feed(self, sink: str) -> "ZmqFeed[ToFrontDoor]":
-        feed = self._feeds.get(sink)
-        if feed is None:
-            while len(self._feeds) >= KEPT_FEEDS:
-                self._feeds.pop(next(iter(self._feeds))).close()
-            feed = self._feeds[sink] = ZmqFeed(sink)
-        return feed

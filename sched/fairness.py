@@ -43,6 +43,8 @@ Rank = tuple[int, float, int]
 
 class Fairness(Protocol):
     name: str
+    exchanges: bool
+    """Whether those that run make room for those that wait: then all that wait may have to be spilled some time."""
 
     def rank(self, sequence: Sequence) -> Rank: ...
 
@@ -71,6 +73,7 @@ class FirstComeFirstServed:
     """Whoever came first; nobody makes room but for an older one that runs and needs a block."""
 
     name = "fcfs"
+    exchanges = False
 
     def rank(self, sequence: Sequence) -> Rank:
         return (0, 0.0, sequence.arrival)
@@ -101,6 +104,7 @@ class LeastServiceFirst:
     it."""
 
     name = "cfs"
+    exchanges = True
 
     def __init__(self) -> None:
         self._drawn = 0
@@ -145,6 +149,7 @@ class VirtualTokenCounter:
     it has not saved up. Within a tenant: who came first."""
 
     name = "vtc"
+    exchanges = True
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})

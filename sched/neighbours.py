@@ -31,11 +31,16 @@ class Neighbours:
         if not (self._borrows or self.idle) or (now < self._next_look and not self._residency.short):
             return []
         self._next_look = now + LOOK_S
-        tokens = ((lane, s.blocks_for(s.known + 1) + len(s.blocks)) for lane in lanes for s in lane)
-        need = sum(lane.block_bytes * blocks for lane, blocks in tokens)
+        need = to_spill = 0
+        for lane in lanes:
+            for sequence in lane:
+                size = lane.block_bytes * (sequence.blocks_for(sequence.known + 1) + len(sequence.blocks))
+                need += size
+                if self._residency.fairness.exchanges or sequence.state != "waiting":
+                    to_spill += size
         commands: list[LaneCommand] = []
         if self._borrows:
-            self._borrow(now, need, commands)
+            self._borrow(now, to_spill, commands)
         if self.idle is not None:
             self._lend(now, need, self.idle, commands)
         self._residency.short = False

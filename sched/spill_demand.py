@@ -20,16 +20,14 @@ class SpillDemand:
     def want(self, now: float, overflow: int, capacity: int) -> int:
         """Bytes to borrow now, in whole slabs; 0: none. `overflow`: what sequences need beyond the pool; `capacity` of
         the arena; both in bytes."""
-        lacking = overflow - capacity
-        if lacking <= 0 or now < self._ask_after:
+        if overflow <= capacity or now < self._ask_after:
             return 0
         self._ask_after = now + RETRY_S
-        return -(-lacking // self.slab_bytes) * self.slab_bytes
+        return -(-(_ample(overflow) - capacity) // self.slab_bytes) * self.slab_bytes
 
     def surplus(self, now: float, overflow: int, capacity: int, lent_slots: int) -> int:
-        """Slots to give back now: those beyond the overflow and half as much again, once they were too many for
-        HOLD_S."""
-        spare = min(lent_slots, (capacity - overflow - overflow // 2) // self.slab_bytes)
+        """Slots to give back now: what is more than ample, once it was for HOLD_S."""
+        spare = min(lent_slots, (capacity - _ample(overflow)) // self.slab_bytes)
         if spare <= 0:
             self._idle_since = None
             return 0
@@ -39,3 +37,8 @@ class SpillDemand:
             return 0
         self._idle_since = None
         return spare
+
+
+def _ample(overflow: int) -> int:
+    """Half as much again, so that a load that grows does not ask for one slab after the other."""
+    return overflow + overflow // 2

@@ -4,10 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forebay.bench.errors import BenchError
+from forebay.bench.lending_processes import LenderProcess, SchedulerProcess
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+SLAB = 64 << 10
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -17,16 +22,20 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize(("devices", "routes"), [("cpu:0,cpu:1", ("peer", "host")), ("cpu:0", ("host",))])
-def test_every_size_both_ways(tmp_path: Path, devices: str, routes: tuple[str, ...]) -> None:
+def figures_of(tmp_path: Path, *arguments: str) -> tuple[Any, str]:
     path = tmp_path / "figures.json"
-    ended = run("--devices", devices, "--largest", "2", "--seconds", "0.05", "--json", str(path))
+    ended = run("--largest", "2", "--seconds", "0.05", "--json", str(path), *arguments)
     assert ended.returncode == 0, ended.stderr
-    assert ("left out" in ended.stdout) == ("peer" not in routes)
     written = json.loads(path.read_text())
     assert written["benchmark"] == "bench.lending"
     assert written["machine"]["cpu:0"]
-    figures = written["figures"]
+    return written["figures"], ended.stdout
+
+
+@pytest.mark.parametrize(("devices", "routes"), [("cpu:0,cpu:1", ("peer", "host")), ("cpu:0", ("host",))])
+def test_every_size_both_ways(tmp_path: Path, devices: str, routes: tuple[str, ...]) -> None:
+    figures, printed = figures_of(tmp_path, "--devices", devices, "--only", "sweep")
+    assert ("left out" in printed) == ("peer" not in routes)
     for way in ("out", "in"):
         for route in routes:
             assert figures[f"{route}_{way}_raw"]["value"] > 0
@@ -38,6 +47,53 @@ def test_every_size_both_ways(tmp_path: Path, devices: str, routes: tuple[str, .
                 assert figures[f"{route}_{way}_products_beside_{size}"]["baseline"] > 0
             assert figures[f"{route}_{way}_sequence_16MiB"]["unit"] == "ms"
         assert (f"peer_over_host_{way}" in figures) == ("peer" in routes)
+    assert not [name for name in figures if name.startswith(("grant", "reclaim", "tax"))]
+
+
+def test_grants(tmp_path: Path) -> None:
+    figures, _ = figures_of(tmp_path, "--only", "grants")
+    assert set(figures) == {"grant_p50", "grant_p99", "usable_2MiB_p50", "usable_2MiB_p99"}
+    for name in ("grant", "usable_2MiB"):
+        assert 0 < figures[f"{name}_p50"]["value"] <= figures[f"{name}_p99"]["value"]
+        assert figures[f"{name}_p99"]["baseline"] > 0
+
+
+@pytest.mark.parametrize("devices", ["cpu:0,cpu:1", "cpu:0"])
+def test_what_holds_data_is_taken_back(tmp_path: Path, devices: str) -> None:
+    figures, printed = figures_of(tmp_path, "--devices", devices, "--only", "reclaim")
+    assert set(figures) == {"reclaim_to_host_2MiB", "reclaim_to_lender_2MiB"}
+    assert all(figure["value"] > 0 and figure["baseline"] > 0 for figure in figures.values())
+    assert ("lends to itself" in printed) == (devices == "cpu:0")
+
+
+def test_what_lending_costs(tmp_path: Path) -> None:
+    figures, _ = figures_of(tmp_path, "--only", "tax")
+    names = {f"tax_{what}_{way}_{size}" for what in ("products", "copy") for way in ("out", "in")
+             for size in ("2MiB", "64KiB")}  # fmt: skip
+    assert set(figures) == names
+    assert all(figure["value"] > 0 and figure["baseline"] > 0 for figure in figures.values())
+
+
+def test_a_lender_that_cannot_says_so() -> None:
+    with SchedulerProcess() as scheduler, LenderProcess(scheduler, 1, "cpu:1", SLAB) as lender:
+        lender.offer(2 * SLAB)
+        lender.await_free(2 * SLAB)
+        assert lender.take_back(2 * SLAB) > 0
+        with pytest.raises(BenchError, match="could not take_back"):
+            lender.take_back(SLAB)
+
+
+def test_a_scheduler_that_ends_early_is_no_measurement() -> None:
+    with pytest.raises(BenchError, match="ended in the middle of a measurement; its log"):
+        with SchedulerProcess() as scheduler:
+            scheduler.kill()
+
+
+def test_a_scheduler_that_cannot_start_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(BenchError, match="did not start"):
+        with SchedulerProcess():
+            pass
 
 
 @pytest.mark.parametrize(
@@ -45,6 +101,7 @@ def test_every_size_both_ways(tmp_path: Path, devices: str, routes: tuple[str, .
     [
         (["--devices", "cpu:0,cpu:1,cpu:2"], "names 3"),
         (["--largest", "1"], "2 or more"),
+        (["--only", "sweep,speed"], "names 'speed'; there are sweep, grants, reclaim, tax"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], problem: str) -> None:

@@ -34,3 +34,14 @@ def test_one_place_for_all_is_told_at_once() -> None:
     assert each(places, pieces([1390, 1400], [0, 50], 10)) == [1, 2]
     places.remove(1200)
     assert each(places, pieces([1100, 1200, 1300], [0, 50, 60], 10)) == [1, 0, 1]
+
+
+def test_a_place_may_be_taken_away_in_the_middle_of_a_look() -> None:
+    """By the garbage collector, in the thread that looks."""
+    places = Places()
+    places.add(1000, 100, Place.PEER)
+    with places._lock:
+        places.remove(1000)
+    assert each(places, pieces([1000], [0], 10)) == [0]
+    places.add(1000, 100, Place.HOST)
+    assert each(places, pieces([1000], [0], 10)) == [2]

@@ -116,6 +116,8 @@ def change(raw: dict[str, Any], path: str, value: Any) -> None:
         ("devices.0.spill", "65TiB", ["devices[0].spill", "at most 64 TiB"]),
         ("devices.0.spill", "64TiB", ["devices[0].spill", "more than this machine has"]),
         ("devices.0.fairness", "lottery", ["devices[0].fairness", "'lottery'"]),
+        ("devices.0.weights", {"x": 0}, ["devices[0].weights", "0"]),
+        ("devices.0.spill", "1KiB", ["spill", "'1KiB'", "less than one slab"]),
         ("lending.ttl", 0, ["lending.ttl", "> 0"]),
         ("lending.uids", [7], ["lending.uids", "[7]", "set endpoint to ipc://"]),
         ("lending.uids", [-1], ["lending.uids", ">= 0"]),
@@ -153,11 +155,11 @@ def test_a_token_opens_http_beyond_loopback_and_is_never_repeated(raw: dict[str,
 
 
 def test_what_a_device_lends_and_spills_is_in_its_settings(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["devices"][0] |= {"lend": True, "spill": "1MiB", "fairness": "cfs"}
+    raw["devices"][0] |= {"lend": True, "spill": "64MiB", "fairness": "cfs"}
     raw["lending"] = {"ledger": "mine.ledger"}
     configuration = parse(raw, "x.yaml", tmp_path)
     settings = configuration.device_settings(cores=1)
-    assert (settings["cpu:0"].lend, settings["cpu:0"].spill_bytes, settings["cpu:0"].fairness) == (True, 1 << 20, "cfs")
+    assert (settings["cpu:0"].lend, settings["cpu:0"].spill_bytes, settings["cpu:0"].fairness) == (True, 64 << 20, "cfs")
     assert (settings["cpu:1"].lend, settings["cpu:1"].spill_bytes, settings["cpu:1"].fairness) == (False, 0, "fcfs")
     assert configuration.lending.ledger == str(tmp_path / "mine.ledger")
 

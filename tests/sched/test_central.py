@@ -2,6 +2,7 @@
 
 from array import array
 
+import msgspec
 import pytest
 
 from forebay.sched.central import MOST_EPOCHS, REQUESTS_PER_FRONT_DOOR, CentralCore
@@ -177,6 +178,19 @@ def test_a_full_window_waits_in_the_scheduler_and_an_ending_lets_the_oldest_in()
     (start,) = sent(centre.send("w0", Ended(3, 0, "stop", 4)), "w0")
     assert isinstance(start, Start)
     assert start.request == 10
+
+
+def test_a_worker_that_shares_fairly_gets_all_requests_with_their_tenants() -> None:
+    devices = {gpu: DeviceSettings(1, fairness="cfs") for gpu in ("cpu:0", "cpu:1")}
+    centre = Centre(msgspec.structs.replace(SETTINGS, devices=devices))
+    centre.join()
+    centre.open()
+    centre.ready("w0", "popular")
+    for request in range(1, 3 * WINDOW):
+        submit = Submit(request, 0, "popular", bytes(20), 5, Sampling(10), f"tenant {request}")
+        (begun,) = sent(centre.send("door", submit), "w0")
+        assert isinstance(begun, Start)
+        assert begun.tenant == f"tenant {request}"
 
 
 def test_what_exceeds_the_queue_bound_is_rejected() -> None:

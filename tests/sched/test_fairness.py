@@ -119,7 +119,7 @@ def service(world: World, tenants: dict[int, str]) -> dict[str, int]:
     return given
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("host_blocks", [0, 120])
 def test_two_tenants_of_equal_weight_get_equal_service_while_both_wait(seed: int, host_blocks: int) -> None:
     """One sends ten times as much as the other."""

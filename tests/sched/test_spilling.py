@@ -177,7 +177,7 @@ def test_need_beyond_the_pool_is_borrowed_and_given_back_when_it_is_over() -> No
     for request in range(1, 6):
         world.send(start(request, prompt=33, max_tokens=30))
         world.now += 1
-    assert world.wanted == 9 // 6 * 600 + 600, "five times three blocks, of which six are in the pool"
+    assert world.wanted == 3 * 600, "nine blocks more than the pool has, and half as many again"
     world.lend_spill((0, 1, 2))
     world.run_dry()
     assert world.copied["in"] > 0
@@ -319,4 +319,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

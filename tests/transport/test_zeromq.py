@@ -221,15 +221,22 @@ SUBMIT = Submit(7, 1, "llm-0", b"\x01\x00\x00\x00", 1, Sampling(16, 0.5, 0.9, 3,
 
 def test_any_msgpack_library_reads_our_bytes_and_writes_them() -> None:
     frame = encode([SUBMIT, Abort(9)])
-    fields = ["Submit", 7, 1, "llm-0", b"\x01\x00\x00\x00", 1, [16, 0.5, 0.9, 3, 2, True]]
+    fields = ["Submit", 7, 1, "llm-0", b"\x01\x00\x00\x00", 1, [16, 0.5, 0.9, 3, 2, True], ""]
     assert msgpack.unpackb(frame) == [fields, ["Abort", 9]]
     assert read_to_scheduler()(msgpack.packb([fields, ["Abort", 9]])) == [SUBMIT, Abort(9)]
 
 
 def test_the_wire_is_what_it_was() -> None:
     assert encode([SUBMIT, Abort(9)]).hex() == (
+        "9298a65375626d69740701a56c6c6d2d30c40401000000019610cb3fe0000000000000cb3feccccccccccccd0302c3a092a541626f727409"
+    )
+
+
+def test_a_message_of_an_older_peer_lacks_what_was_appended_since() -> None:
+    before_tenants = bytes.fromhex(
         "9297a65375626d69740701a56c6c6d2d30c40401000000019610cb3fe0000000000000cb3feccccccccccccd0302c392a541626f727409"
     )
+    assert read_to_scheduler()(before_tenants) == [SUBMIT, Abort(9)]
 
 
 def test_a_field_that_a_newer_peer_appended_is_skipped() -> None:

@@ -24,7 +24,7 @@ class DeviceSettings(Part, frozen=True):
     """What a worker may use of its device, and how it shares it. `memory` is the KV pool's capacity in bytes; `threads`
     is the number of CPU threads of a step (0: leave the library's own choice). `lend`: it lends what its pool does not
     need; `spill_bytes` of host memory take the blocks of preempted sequences; `fairness` chooses among the sequences of
-    a model (`fcfs`, `cfs`, `vtc`)."""
+    a model (`fcfs`, `cfs`, `vtc`), where tenants have `weights` (1 for those not named)."""
 
     memory: int
     slab_bytes: int = 256 << 20
@@ -34,6 +34,7 @@ class DeviceSettings(Part, frozen=True):
     lend: bool = False
     spill_bytes: int = 0
     fairness: str = "fcfs"
+    weights: dict[str, float] = {}
 
 
 class ModelSpec(Part, frozen=True):
