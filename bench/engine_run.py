@@ -213,6 +213,8 @@ def _vllm(batch: Batch, prompts: list[list[int]], python: Path) -> Timing:
             "VLLM_CPU_KVCACHE_SPACE": "4",
             **threads,
         }
+        if not os.access(python, os.X_OK):
+            raise BenchError(f"--vllm {python}: no program; the Python of an environment with vLLM is needed")
         done = subprocess.run(
             [str(python), str(script), str(wish), str(answer)],
             env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
