@@ -39,7 +39,9 @@ from forebay.transport.messages import (
 )
 
 SLAB = 32 << 20
-STEP_TOKENS = 512
+STEP_TOKENS = 2048
+"""Tokens of a step: large, as for a batch whose throughput counts (generate takes all prompts in one step). A server's
+default is a quarter of it, because there an answer waits while a prompt's chunk is computed."""
 VOCABULARY = range(1000, 30000)
 
 
