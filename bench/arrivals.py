@@ -98,7 +98,7 @@ class Rate:
 
 
 def arrival_times(rate: Rate, gaps: Gaps, draws: Draws) -> Iterator[float]:
-    """Endless and ascending, in seconds from 0; nothing where the rate is 0 all the time.
+    """Endless (but for rates near 0) and ascending, in seconds from 0; nothing where the rate is 0 all the time.
 
     The gaps are drawn of mean 1 on a clock that runs at the rate's speed, so the rate steers how fast and the law
     how unevenly requests come, whatever the rate does."""
@@ -111,6 +111,8 @@ def arrival_times(rate: Rate, gaps: Gaps, draws: Draws) -> Iterator[float]:
         end = (step + 1) * rate.step_s
         if left <= speed * (end - begin):
             begin += left / speed if left > 0 else 0.0
+            if begin == math.inf:
+                return  # a rate so low that time has no number for it
             yield begin
             left = gaps.draw(draws)
         else:

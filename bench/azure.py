@@ -9,11 +9,13 @@ from pathlib import Path
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.lengths import Vocabulary
+from forebay.bench.limits import MOST_TOKENS
 from forebay.bench.trace import Invocation, Slice, convert
 from forebay.bench.workload_file import Workload
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 TICKS_PER_SECOND = 10_000_000
+LARGEST_WEIGHT = 1e9
 
 
 def parse_model_weights(text: str) -> list[tuple[str, float]]:
@@ -25,8 +27,10 @@ def parse_model_weights(text: str) -> list[tuple[str, float]]:
             weight = float(weight_text) if colon else 1.0
         except ValueError:
             weight = math.nan
-        if not name or not (math.isfinite(weight) and weight > 0):
-            raise BenchError(f"models {part!r}: allowed is name[:weight],... with weights above 0")
+        if not name or not (0 < weight <= LARGEST_WEIGHT):
+            raise BenchError(
+                f"models {part!r}: allowed is name[:weight],... with weights above 0, at most {LARGEST_WEIGHT:g}"
+            )
         weights.append((name, weight))
     if len({name for name, _ in weights}) < len(weights):
         raise BenchError(f"models {text!r}: a name appears twice; names must differ")
@@ -36,10 +40,12 @@ def parse_model_weights(text: str) -> list[tuple[str, float]]:
 def read_azure(path: Path) -> Iterator[Invocation]:
     """Rows as they come. Raises BenchError that names a missing column, or line, column and value of a bad cell."""
     try:
-        with path.open(newline="") as lines:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
             yield from _rows(path, lines)
     except OSError as error:
         raise BenchError(f"trace {path}: cannot be read: {error.strerror}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BenchError(f"trace {path}: not a CSV file: {error}") from error
 
 
 def _rows(path: Path, lines: Iterator[str]) -> Iterator[Invocation]:
@@ -53,7 +59,9 @@ def _rows(path: Path, lines: Iterator[str]) -> Iterator[Invocation]:
     earlier = 0.0
     for row in reader:
         where = f"trace {path}, line {reader.line_num}"
-        if len(row) < len(header):
+        if not row:
+            continue  # an empty line
+        if len(row) != len(header):
             raise BenchError(f"{where}: has {len(row)} cells for {len(header)} columns")
         stamp, prompt, output = (row[place] for place in places)
         ticks = _ticks(stamp, where)
@@ -76,8 +84,9 @@ def _ticks(text: str, where: str) -> int:
 
 
 def _tokens(text: str, column: str, where: str) -> int:
-    if not (text.isdecimal() and text.isascii()):
-        raise BenchError(f"{where}: {column} is {text!r}; a whole number of tokens is allowed")
+    if not (text.isdecimal() and text.isascii() and len(text) <= 18 and int(text) <= MOST_TOKENS):
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        raise BenchError(f"{where}: {column} is {shown!r}; a whole number of tokens up to {MOST_TOKENS:,} is allowed")
     return int(text)
 
 

@@ -61,7 +61,7 @@ def read_baseline(path: Path) -> Baseline:
         return msgspec.json.decode(path.read_bytes(), type=Baseline)
     except OSError as error:
         raise BenchError(f"baseline {path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BenchError(f"baseline {path}: not a baseline file: {error}") from error
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.generate import TurnPlan
-from forebay.bench.sharegpt import SHORTEST, Conversation, read_conversations
+from forebay.bench.sharegpt import SHORTEST, Conversation, read_conversations, within
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def read_turns(
     if not found:
         raise BenchError(
             f"data set {path}: none of its {len(conversations)} conversations begins with a human turn and an answer "
-            f"of at least {SHORTEST} tokens within --max-prompt {max_prompt} and --max-output {max_output}"
+            f"of at least {SHORTEST} tokens{within(max_prompt, max_output)}"
         )
     return found
 

@@ -11,6 +11,8 @@ from forebay.bench.errors import BenchError
 NOT_MEASURED = -1
 """Stands in the file where there is no figure, mostly because it did not fit into memory."""
 
+LARGEST_MS = 1e12
+
 FORM = 'model -> number of GPUs -> SM % -> batch size -> sequence length -> {"prefill": ms, "decoding": ms}'
 LEVELS = ("number of GPUs", "SM %", "batch size", "sequence length")
 
@@ -63,7 +65,7 @@ def read_cost_file(path: Path) -> CostFile:
         raw = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise BenchError(f"cost file {path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BenchError(f"cost file {path}: not whole JSON ({error}): write or copy it again") from error
     costs: dict[str, dict[Setting, dict[Phase, float | None]]] = {}
     for model, by_gpus in _members(path, [], raw).items():
@@ -80,7 +82,7 @@ def _collect(path: Path, place: list[str], raw: Any, into: dict[Setting, dict[Ph
         return
     for key, value in _members(path, place, raw).items():
         highest = 100 if LEVELS[depth] == "SM %" else 1 << 31
-        if not (key.isascii() and key.isdecimal() and 1 <= int(key) <= highest):
+        if not (key.isascii() and key.isdecimal() and len(key) <= 18 and 1 <= int(key) <= highest):
             rule = "1 to 100" if LEVELS[depth] == "SM %" else "1 or more"
             raise BenchError(f"cost file {path}: {_named(place)}: the {LEVELS[depth]} is {key!r}; {rule} is allowed")
         _collect(path, [*place, key], value, into)
@@ -96,9 +98,14 @@ def _cost(path: Path, place: Sequence[str], raw: Any) -> dict[Phase, float | Non
     cost: dict[Phase, float | None] = {}
     for phase in PHASES:
         value = raw.get(phase) if isinstance(raw, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or value == NOT_MEASURED):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (0 < value <= LARGEST_MS or value == NOT_MEASURED)
+        ):
             raise BenchError(
-                f"cost file {path}: {_named([*place, phase])}: is {value!r}; milliseconds above 0 are allowed, and "
+                f"cost file {path}: {_named([*place, phase])}: is {value!r}; milliseconds above 0, at most "
+                f"{LARGEST_MS:g}, are allowed, and "
                 f"{NOT_MEASURED} for not measured"
             )
         cost[phase] = None if value == NOT_MEASURED else float(value)

@@ -39,7 +39,9 @@ from forebay.transport.messages import (
 )
 
 SLAB = 32 << 20
-STEP_TOKENS = 512
+STEP_TOKENS = 2048
+"""Tokens of a step: large, as for a batch whose throughput counts (generate takes all prompts in one step). A server's
+default is a quarter of it, because there an answer waits while a prompt's chunk is computed."""
 VOCABULARY = range(1000, 30000)
 
 
@@ -213,6 +215,8 @@ def _vllm(batch: Batch, prompts: list[list[int]], python: Path) -> Timing:
             "VLLM_CPU_KVCACHE_SPACE": "4",
             **threads,
         }
+        if not os.access(python, os.X_OK):
+            raise BenchError(f"--vllm {python}: no program; the Python of an environment with vLLM is needed")
         done = subprocess.run(
             [str(python), str(script), str(wish), str(answer)],
             env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,

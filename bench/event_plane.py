@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from forebay.bench.figures import Figure, write_figures
+from forebay.runtime.child import end_with_parent
 from forebay.runtime.loop import run
 from forebay.sched.central import CentralCore
 from forebay.sched.central_events import CentralSettings, Placement, Received, Send
@@ -107,7 +108,14 @@ class OtherProcess:
 
 
 def _in_loop(target: Target, *arguments: Any) -> None:
+    _end_with_parent()
     run(target(*arguments))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(parent.sentinel)
 
 
 class _Counter:
@@ -372,6 +380,7 @@ def _blocking_round_trips(folder: str, seconds: float) -> list[float]:
 
 
 def _answer_blocking(endpoint: str) -> None:
+    _end_with_parent()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(endpoint)
     while True:

@@ -8,6 +8,7 @@ from forebay.bench.arrivals import POISSON, Gaps, Rate, arrival_times
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.lengths import LengthSource
+from forebay.bench.limits import check_count
 from forebay.bench.models_file import ModelLoad
 from forebay.bench.workload_file import Workload, WorkloadInfo, WorkloadRequest
 
@@ -63,6 +64,7 @@ def generate(
     if (duration is None) == (num_requests is None):
         raise ValueError("give either duration or num_requests")
     courses = rates if rates is not None else [Rate((model.rate,)) for model in models]
+    check_count(num_requests or sum(course.mean for course in courses) * (duration or 0.0))
     streams = [
         _requests_of(place, course, gaps, source_of(model), seed, model.name)
         for place, (model, course) in enumerate(zip(models, courses, strict=True))
@@ -83,7 +85,8 @@ def generate(
             break
     if not requests:
         total = sum(course.mean for course in courses)
-        raise BenchError(f"no request arrives within {duration} s at {total:g} req/s in all; raise the duration")
+        within = "" if duration is None else f" within {duration} s"
+        raise BenchError(f"no request arrives{within} at {total:g} req/s in all; raise the duration or the rate")
     info = describe(
         [(model.name, course.mean) for model, course in zip(models, courses, strict=True)],
         requests,

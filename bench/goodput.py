@@ -7,10 +7,11 @@ from pathlib import Path
 
 from forebay.bench import options
 from forebay.bench.baseline import read_baseline
-from forebay.bench.command_line import run_until_signal, table_console
+from forebay.bench.command_line import check_outputs, run_until_signal, table_console
 from forebay.bench.errors import BenchError, Interrupted
 from forebay.bench.figures import write_figures
 from forebay.bench.goodput_run import GoodputPlan, draw_probes, find_goodput, goodput_figures, print_probes
+from forebay.bench.limits import LEAST_RATE, MOST_RATE
 from forebay.bench.probes import ProbeFolder, RateSource, Setup, by_time_scale, mean_rate
 from forebay.bench.progress import ProgressDisplay
 from forebay.bench.search import Search
@@ -40,14 +41,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--target", type=options.share, default=0.99, metavar="SHARE", help="of all requests (%(default)g)"
     )
     parser.add_argument(
-        "--first", type=options.positive_float, metavar="R", help="rate to begin with (the file's own rate, else 1)"
+        "--first", type=options.rate, metavar="R", help="rate to begin with (the file's own rate, else 1)"
     )
     parser.add_argument(
-        "--lowest", type=options.positive_float, metavar="R", help="give up below this rate (a 64th of the first)"
+        "--lowest", type=options.rate, metavar="R", help="give up below this rate (a 64th of the first)"
     )
-    parser.add_argument(
-        "--highest", type=options.positive_float, metavar="R", help="and above this one (64 times the first)"
-    )
+    parser.add_argument("--highest", type=options.rate, metavar="R", help="and above this one (64 times the first)")
     parser.add_argument(
         "--precision",
         type=options.positive_float,
@@ -95,14 +94,16 @@ def main(argv: list[str] | None = None) -> int:
     if (arguments.workload is None) == (not generator):
         parser.error("exactly one of WORKLOAD and -- WORKLOAD OPTIONS is needed")
     command = [sys.executable, "-m", "forebay.bench.goodput", *words]
+    plot = None if arguments.plots is None else arguments.plots / "goodput.png"
     try:
+        check_outputs(arguments.folder / "setup.json", arguments.json, plot)
         source, origin, own_rate = rate_source(arguments, generator)
         first = arguments.first or own_rate
         search = Search(
             arguments.target,
             first,
-            arguments.lowest or first / 64,
-            arguments.highest or first * 64,
+            arguments.lowest or max(first / 64, LEAST_RATE),
+            arguments.highest or min(first * 64, MOST_RATE),
             arguments.precision,
         )
         if search.lowest > search.highest:

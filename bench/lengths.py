@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
+from forebay.bench.limits import MOST_TOKENS
 
 DEFAULT_VOCABULARY = range(1000, 30000)
 """Ids that nearly every vocabulary has, above where special tokens usually lie."""
@@ -40,15 +41,15 @@ class Lengths:
         except ValueError:
             numbers = []
         match kind, numbers:
-            case "fixed", [mean] if mean >= 1:
+            case "fixed", [mean] if 1 <= mean <= MOST_TOKENS:
                 return cls("fixed", mean)
-            case "lognormal", [mean, sigma] if mean >= 1 and 0 <= sigma <= 10:
+            case "lognormal", [mean, sigma] if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= 10:
                 return cls("lognormal", mean, sigma)
-            case "uniform", [low, high] if 1 <= low <= high:
+            case "uniform", [low, high] if 1 <= low <= high <= MOST_TOKENS:
                 return cls("uniform", (low + high) / 2, (high - low) / 2)
         raise BenchError(
             f"length {text!r}: not a distribution; allowed are fixed:N, lognormal:MEAN:SIGMA (SIGMA at most 10) and "
-            f"uniform:LOW:HIGH, with lengths of at least 1 token"
+            f"uniform:LOW:HIGH, with lengths of 1 to {MOST_TOKENS:,} tokens"
         )
 
     def with_mean(self, mean: float | None) -> "Lengths":
@@ -59,7 +60,7 @@ class Lengths:
         return replace(self, mean=mean, spread=spread)
 
     def draw(self, draws: Draws, maximum: int | None = None) -> int:
-        """A length of at least 1 and at most `maximum`: what lies outside is moved to the nearest end."""
+        """A length from 1 on, at most `maximum` (else MOST_TOKENS): what is outside is moved to the nearest end."""
         if self.kind == "fixed":
             length = self.mean
         elif self.kind == "lognormal":
@@ -67,8 +68,7 @@ class Lengths:
         else:
             low, high = self.mean - self.spread, self.mean + self.spread
             length = math.floor(low + draws.uniform() * (high - low + 1))
-        rounded = max(1, round(length))
-        return rounded if maximum is None else min(rounded, maximum)
+        return min(max(1, round(length)), MOST_TOKENS if maximum is None else maximum)
 
 
 class RandomPrompts:
@@ -124,4 +124,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise BenchError(
             f"tokenizer {folder}: holds no tokenizer.json; give the folder of a model in Hugging Face's layout"
         )
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise BenchError(f"tokenizer {path}: cannot be read ({error}): write or copy it again") from error

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.bench.errors import BenchError
+from forebay.bench.limits import MOST_RATE, MOST_TOKENS
 from forebay.bench.yaml_file import read_yaml, typed
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Tokens = Annotated[float, msgspec.Meta(gt=0, le=MOST_TOKENS)]
+RequestRate = Annotated[float, msgspec.Meta(ge=0, le=MOST_RATE)]
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -21,11 +22,11 @@ class Cluster(msgspec.Struct, frozen=True):
 class ModelLoad(msgspec.Struct, frozen=True):
     """`rate` in requests per second; the averages, in tokens, shift the length distributions of this model."""
 
-    name: str
-    rate: NotNegative
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    rate: RequestRate
     model: str = ""
-    avg_prompt_len: Positive | None = None
-    avg_output_len: Positive | None = None
+    avg_prompt_len: Tokens | None = None
+    avg_output_len: Tokens | None = None
 
 
 KNOWN: dict[str, frozenset[str]] = {

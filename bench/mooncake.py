@@ -1,6 +1,7 @@
 """Mooncake's traces (JSON lines with timestamp, input_length, output_length, hash_ids) as workloads. The file is
 streamed."""
 
+import codecs
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +11,14 @@ import msgspec
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.lengths import Vocabulary
+from forebay.bench.limits import MOST_TOKENS
 from forebay.bench.trace import Invocation, Slice, convert
 from forebay.bench.workload_file import Workload
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for; the last block of a prompt may hold fewer."""
 
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -24,8 +26,8 @@ class Line(msgspec.Struct, frozen=True):
     agree up to the end of that block."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: NotNegative
-    output_length: NotNegative
+    input_length: Tokens
+    output_length: Tokens
     hash_ids: tuple[int, ...]
 
 
@@ -36,6 +38,8 @@ def read_mooncake(path: Path) -> Iterator[Invocation]:
     try:
         with path.open("rb") as lines:
             for number, content in enumerate(lines, start=1):
+                if number == 1:
+                    content = content.removeprefix(codecs.BOM_UTF8)
                 if not content.strip():
                     continue
                 where = f"trace {path}, line {number}"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from forebay.bench import options
-from forebay.bench.command_line import exit_code, run_until_signal, table_console
+from forebay.bench.command_line import check_outputs, exit_code, run_until_signal, table_console
 from forebay.bench.errors import BenchError, Interrupted
 from forebay.bench.muxserve_run import Launch, prepare, print_table, run
 from forebay.bench.muxserve_translation import POLICIES
@@ -88,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         command=[sys.executable, "-m", "forebay.bench.muxserve", *(sys.argv[1:] if argv is None else argv)],
     )
     try:
+        check_outputs(output)
         prepared = prepare(launch)
         for note in prepared.notes:
             print(f"note: {note}", file=sys.stderr)

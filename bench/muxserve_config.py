@@ -11,7 +11,7 @@ from forebay.bench.yaml_file import read_yaml, typed
 
 WHAT = "MuxServe configuration"
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Gpu = Annotated[int, msgspec.Meta(ge=0)]
 SmPercent = Annotated[int, msgspec.Meta(ge=10, le=100, multiple_of=10)]
 

@@ -70,6 +70,11 @@ def prepare(launch: Launch) -> Prepared:
     check_models(workload, models, str(origin))
     target = find_target(launch.device, config.num_gpus)
     path = launch.output.with_suffix(".yaml")
+    if path.resolve() in (launch.config.resolve(), launch.output.resolve(), origin.resolve()):
+        raise BenchError(
+            f"--output {launch.output}: Forebay's configuration goes beside it, to {path}, which would overwrite "
+            f"another file of this run: give a name of its own that ends in .json"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         f"# {launch.config} as Forebay serves it, made by python -m bench.muxserve.\n"

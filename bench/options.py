@@ -7,6 +7,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from forebay.bench.errors import BenchError
+from forebay.bench.limits import LEAST_RATE, MOST_RATE
 
 
 def positive_float(text: str) -> float:
@@ -21,6 +22,38 @@ def non_negative_float(text: str) -> float:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number of 0 or more is")
     return value
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        value = _number(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number from {least:g} to {most:,g} is")
+        return value
+
+    return convert
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        # No more digits than `int` takes.
+        if not text.isdecimal() or len(text) > 18 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from {least} to {most:,} is")
+        return int(text)
+
+    return convert
+
+
+def whole_list(least: int, most: int) -> Callable[[str], list[int]]:
+    """Whole numbers separated by commas, in the order given."""
+    one = whole(least, most)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
+rate = number(LEAST_RATE, MOST_RATE)
+"""Requests per second."""
+
+factor = number(1e-6, 1e6)
 
 
 def positive_int(text: str) -> int:

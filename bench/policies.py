@@ -7,6 +7,9 @@ def main(arguments: list[str] | None = None) -> int:
     import argparse
     from pathlib import Path
 
+    from forebay.bench import options
+    from forebay.bench.command_line import check_outputs, reported
+
     parser = argparse.ArgumentParser(
         prog="python -m bench.policies",
         description="Three models on one CPU device, a skewed workload (12 : 5 : 3) and an even one, several seeds, "
@@ -14,20 +17,34 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="model folder, served under three names")
     parser.add_argument(
-        "--load", type=float, default=0.8, metavar="X", help="rate as a share of what the device can do at once (0.8)"
+        "--load",
+        type=options.number(0.01, 100),
+        default=0.8,
+        metavar="X",
+        help="rate as a share of what the device can do at once (0.8)",
     )
-    parser.add_argument("--rate", type=float, metavar="R", help="requests per second in all, instead of --load")
-    parser.add_argument("--seconds", type=float, default=24.0, metavar="S", help="arrivals of each run (24)")
-    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="workloads of each kind (2)")
-    parser.add_argument("--scale", type=float, default=5.0, metavar="X", help="SLO scale that is compared (5)")
+    parser.add_argument("--rate", type=options.rate, metavar="R", help="requests per second in all, instead of --load")
+    parser.add_argument(
+        "--seconds", type=options.number(1, 1e5), default=24.0, metavar="S", help="arrivals of each run (24)"
+    )
+    parser.add_argument(
+        "--seeds", type=options.whole(1, 1000), default=2, metavar="N", help="workloads of each kind (2)"
+    )
+    parser.add_argument(
+        "--scale", type=options.positive_float, default=5.0, metavar="X", help="SLO scale that is compared (5)"
+    )
     parser.add_argument("--output", type=Path, default=Path("policies"), metavar="DIR", help="reports and the plot")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    options = parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
 
     from forebay.bench.policy_comparison import Comparison, compare
 
-    comparison = Comparison(options.model, options.load, options.rate, options.seconds, options.seeds, options.scale)
-    return compare(comparison, options.output, options.json, arguments)
+    def work() -> int:
+        check_outputs(given.output / "policies.png", given.json)
+        comparison = Comparison(given.model, given.load, given.rate, given.seconds, given.seeds, given.scale)
+        return compare(comparison, given.output, given.json, arguments)
+
+    return reported(work)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import msgspec
 
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
+from forebay.bench.limits import LEAST_RATE, MOST_RATE
 from forebay.bench.report import Report
 from forebay.bench.token_ids import TokenIds
 from forebay.bench.workload_file import Workload, WorkloadRequest
@@ -26,6 +27,11 @@ def mean_rate(workload: Workload, origin: str) -> float:
     if span <= 0:
         raise BenchError(
             f"workload {origin}: its {len(workload.arrivals)} requests all arrive at once, so it has no rate to scale"
+        )
+    if not LEAST_RATE * span <= len(workload.arrivals) - 1 <= MOST_RATE * span:
+        raise BenchError(
+            f"workload {origin}: {len(workload.arrivals)} requests in {span:g} s; a rate from {LEAST_RATE:g} to "
+            f"{MOST_RATE:,g} requests/s can be scaled"
         )
     return (len(workload.arrivals) - 1) / span
 
@@ -109,5 +115,5 @@ def _read(path: Path, kind: type[Read]) -> Read:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise BenchError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BenchError(f"{path}: not a file of this search ({error}): delete it to repeat that probe") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forebay.bench import options
 from forebay.bench.baseline import read_baseline, write_baseline
-from forebay.bench.command_line import exit_code, run_until_signal, table_console
+from forebay.bench.command_line import check_outputs, exit_code, run_until_signal, table_console
 from forebay.bench.errors import BenchError, Interrupted
 from forebay.bench.figures import write_figures
 from forebay.bench.measure import DEFAULT_SCALES, Measurement, Plan, measure_run
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--time-scale",
-        type=options.positive_float,
+        type=options.factor,
         default=1.0,
         metavar="X",
         help="multiply arrival times by X (0.5: twice as fast)",
@@ -69,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     command = [sys.executable, "-m", "forebay.bench.replay", *(sys.argv[1:] if argv is None else argv)]
+    page = None if arguments.plots is None else arguments.plots / "index.html"
     try:
+        check_outputs(arguments.output, arguments.baseline_output, arguments.json, page)
         workload = read_workload(arguments.workload)
         if arguments.max_requests is not None:
             workload = workload.first(arguments.max_requests)
@@ -97,11 +99,11 @@ def main(argv: list[str] | None = None) -> int:
             write_baseline(arguments.baseline_output, report.baseline)
         if arguments.json is not None:
             write_figures(arguments.json, "replay", command, replay_figures(measurement))
-        if arguments.plots is not None:
+        if page is not None:
             from forebay.bench.plots import draw_measurement
 
             plots = draw_measurement(measurement, arguments.plots)
-            write_page(arguments.plots / "index.html", report, plots, arguments.plots)
+            write_page(page, report, plots, arguments.plots)
     except Interrupted as error:
         print(f"error: {error}", file=sys.stderr)
         return 130
@@ -115,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         why = "the server is gone" if report.ended == "server_lost" else "interrupted"
         print(f"error: the replay ended early: {why}; the report is partial", file=sys.stderr)
     print(f"report: {arguments.output}")
-    if arguments.plots is not None:
-        print(f"plots: {arguments.plots / 'index.html'}")
+    if page is not None:
+        print(f"plots: {page}")
     return exit_code(report.total.failed, signal_number)
 
 

@@ -13,6 +13,7 @@ from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.generate import describe
 from forebay.bench.lengths import Lengths, Vocabulary
+from forebay.bench.limits import check_count
 from forebay.bench.servegen_files import (
     WINDOW_S,
     Client,
@@ -76,8 +77,10 @@ class LengthsByClient:
         own = ClientLengths([one for one in everybody if client in (None, one.client)])
         found = own if own.known else ClientLengths(everybody)
         if not found.known:
-            names = sorted({one.model for one in self.clients})
-            raise BenchError(f"the clients file has no lengths for the model {model!r}; it knows {', '.join(names)}")
+            names = sorted({one.model for one in self.clients if one.prompt is not None and one.output is not None})
+            raise BenchError(
+                f"the clients file has no lengths for the model {model!r}; it knows {', '.join(names) or 'none'}"
+            )
         return found
 
     def draw(self, source: ClientLengths | None, draws: Draws) -> tuple[int, int]:
@@ -111,6 +114,7 @@ def convert_rates(
         steps = [table.get(first + place, 0.0) for place in range(max(table) - first + 1)]
         duration = len(steps) * WINDOW_S - offset if part.duration is None else part.duration
         rate = Rate(tuple(step * part.scale_rate for step in steps), WINDOW_S)
+        check_count(rate.mean * duration)
         times = arrival_times(rate, gaps, Draws(seed, f"arrivals of {selection.name}"))
         for time in itertools.takewhile(lambda time: time < offset + duration, times):
             if time >= offset:
@@ -132,7 +136,10 @@ def convert_windows(
     """`part` of the file of client windows: each client's requests in a window are as many as its rate x `scale_rate`
     says, with gaps drawn from its fitted law and stretched to fill the window. Raises BenchError."""
     streams: dict[Selection, list[tuple[float, str | None]]] = {selection: [] for selection in selections}
+    expected = 0.0
     for window in read_windows(path, selections, part.start, part.end):
+        expected += window.rate_rps * part.scale_rate * WINDOW_S
+        check_count(expected)
         for selection in selections:
             if selection.takes(window.model, window.client):
                 draws = Draws(seed, f"{window.model}/{window.client} from {window.start_s:g} s")
@@ -179,7 +186,7 @@ def _workload(
     if not merged:
         raise BenchError(
             f"{origin}: no request of {', '.join(selection.source for selection in selections)} arrives from "
-            f"{part.start:g} s up to {part.end:g} s at --scale-rate {part.scale_rate:g}: change one of them"
+            f"{part.start:g} s {part.until} at --scale-rate {part.scale_rate:g}: change one of them"
         )
     draws = {selection: Draws(seed, f"content of {selection.name}") for selection in selections}
     sources: dict[tuple[str, str], ClientLengths | None] = {}

@@ -9,8 +9,12 @@ from pathlib import Path
 
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
+from forebay.bench.limits import MOST_RATE, MOST_TOKENS
 
 WINDOW_S = 600.0
+
+LEAST_SHAPE = 0.01
+"""Of a law of gaps: below it gaps leave the range of a float."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,16 @@ class Row:
     def text(self, column: str) -> str:
         return self._cells[column]
 
-    def number(self, column: str, *, above: float = -math.inf, least: float = 0.0) -> float:
-        """Raises BenchError unless it is finite, at least `least` and more than `above`."""
+    def number(self, column: str, *, above: float = -math.inf, least: float = 0.0, most: float = 1e9) -> float:
+        """Raises BenchError unless it is finite, from `least` to `most`, and more than `above`."""
         text = self._cells[column]
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and value >= least and value > above):
+        if not (math.isfinite(value) and least <= value <= most and value > above):
             allowed = f"a number above {above:g}" if above > -math.inf else f"a number of {least:g} or more"
+            allowed += f", at most {most:g},"
             raise BenchError(f"{self.where}: {column} is {text!r}; {allowed} is allowed")
         return value
 
@@ -108,7 +113,7 @@ class Row:
 def read_table(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """A CSV file with a header, line by line. Raises BenchError that names a missing column or a broken line."""
     try:
-        with path.open(newline="") as lines:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.reader(lines)
             header = next(reader, [])
             for column in columns:
@@ -117,6 +122,8 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                         f"{path}: column {column} is missing; its columns are {', '.join(header) or 'none'}"
                     )
             for cells in reader:
+                if not cells:
+                    continue  # an empty line
                 where = f"{path}, line {reader.line_num}"
                 if len(cells) != len(header):
                     raise BenchError(f"{where}: has {len(cells)} cells for {len(header)} columns")
@@ -136,7 +143,7 @@ def read_rates(path: Path, models: Collection[str], start: float, end: float) ->
         model, window_start = row.text("model"), row.number("window_start_s")
         seen.setdefault(model, []).append(window_start)
         if model in tables and window_start < end and window_start + WINDOW_S > start:
-            tables[model][int(window_start // WINDOW_S)] = row.number("rate_rps")
+            tables[model][int(window_start // WINDOW_S)] = row.number("rate_rps", most=MOST_RATE)
     for model, table in tables.items():
         if not table:
             raise _nothing(path, model, seen.get(model), seen, start, end)
@@ -165,9 +172,9 @@ def read_windows(path: Path, selections: Sequence[Selection], start: float, end:
             model,
             client,
             window_start,
-            row.number("rate_rps"),
+            row.number("rate_rps", most=MOST_RATE),
             row.text("pattern"),
-            row.number("shape", above=0),
+            row.number("shape", least=LEAST_SHAPE),
             row.number("scale", above=0),
         )
     for selection in selections:
@@ -204,4 +211,4 @@ def read_clients(path: Path) -> list[Client]:
 def _summary(row: Row, columns: Sequence[str]) -> TokenSummary | None:
     if any(not row.text(column).strip() for column in columns):
         return None
-    return TokenSummary(*(row.number(column) for column in columns))
+    return TokenSummary(*(row.number(column, most=MOST_TOKENS) for column in columns))

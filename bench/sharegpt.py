@@ -1,5 +1,6 @@
 """Conversations in ShareGPT's form as a source of prompts: real text, real lengths."""
 
+import codecs
 from pathlib import Path
 
 import msgspec
@@ -38,10 +39,10 @@ class ShareGPTPrompts:
 def read_conversations(path: Path) -> list[Conversation]:
     """A file in ShareGPT's form. Raises BenchError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Conversation])
+        return msgspec.json.decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), type=list[Conversation])
     except OSError as error:
         raise BenchError(f"data set {path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BenchError(
             f'data set {path}: not ShareGPT\'s form, a list of {{"conversations": [{{"from", "value"}}, ...]}}: {error}'
         ) from error
@@ -65,9 +66,15 @@ def read_sharegpt(
     if not pairs:
         raise BenchError(
             f"data set {path}: none of its {len(conversations)} conversations has a first human turn and a first "
-            f"answer of at least {SHORTEST} tokens within --max-prompt {max_prompt} and --max-output {max_output}"
+            f"answer of at least {SHORTEST} tokens{within(max_prompt, max_output)}"
         )
     return pairs
+
+
+def within(max_prompt: int | None, max_output: int | None) -> str:
+    """The maxima, for a sentence."""
+    given = [f"--max-{name} {most}" for name, most in (("prompt", max_prompt), ("output", max_output)) if most]
+    return f" within {' and '.join(given)}" if given else ""
 
 
 def _first_exchange(conversation: Conversation) -> tuple[str, str] | None:

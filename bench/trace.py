@@ -10,6 +10,7 @@ from typing import NamedTuple
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.generate import describe
+from forebay.bench.limits import MOST_TOKENS
 from forebay.bench.token_ids import TokenIds
 from forebay.bench.workload_file import Workload, WorkloadRequest
 
@@ -40,6 +41,11 @@ class Slice:
     def end(self) -> float:
         return math.inf if self.duration is None else self.start + self.duration
 
+    @property
+    def until(self) -> str:
+        """For a sentence."""
+        return "on" if self.duration is None else f"up to {self.end:g} s"
+
 
 def convert(
     rows: Iterable[Invocation],
@@ -57,7 +63,7 @@ def convert(
     running_sums = list(itertools.accumulate(weight for _, weight in weights))
     arrivals: list[float] = []
     requests: list[WorkloadRequest] = []
-    last = 0.0
+    last: float | None = None
     for row in rows:
         last = row.seconds
         if row.seconds >= part.end:
@@ -69,9 +75,11 @@ def convert(
         arrivals.append((row.seconds - part.start) / part.scale_rate)
         prompt = prompt_of(row, scaled(row.prompt_tokens, part.scale_tokens, part.max_prompt))
         requests.append(WorkloadRequest(name, len(requests), (TokenIds(prompt), len(prompt), output_tokens)))
+    if last is None:
+        raise BenchError(f"trace {origin}: holds no row; at least one is needed")
     if not requests:
         raise BenchError(
-            f"trace {origin}: no row from {part.start:g} s up to {part.end:g} s; the rows read reach {last:g} s: "
+            f"trace {origin}: no row from {part.start:g} s {part.until}; the rows read reach {last:g} s: "
             f"change the start or the duration"
         )
     length = (min(part.end, last) - part.start) / part.scale_rate
@@ -82,6 +90,5 @@ def convert(
 
 
 def scaled(tokens: int, scale: float, maximum: int | None) -> int:
-    """A length times `scale`, at least 1 and at most `maximum`."""
-    length = max(1, round(tokens * scale))
-    return length if maximum is None else min(length, maximum)
+    """A length times `scale`, at least 1 and at most `maximum` or MOST_TOKENS."""
+    return max(1, round(min(tokens * scale, MOST_TOKENS if maximum is None else maximum)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forebay.bench import options
 from forebay.bench.arrivals import POISSON
+from forebay.bench.command_line import check_outputs
 from forebay.bench.conversations import Conversations, read_turns
 from forebay.bench.errors import BenchError
 from forebay.bench.generate import ConversationSource, generate
@@ -152,11 +153,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         check(parser, arguments)
+        check_outputs(arguments.output)
         workload = build(arguments)
         write_workload(arguments.output, workload)
     except (BenchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     info = workload.info
     print(
         f"{arguments.output}: {len(workload.requests)} requests for {len(workload.models)} models over "

@@ -2,6 +2,7 @@
 
 A file of a gigabyte must be no trouble: it is mapped, not read, and prompts stay arrays of four bytes a token."""
 
+import codecs
 import itertools
 import json
 import math
@@ -16,9 +17,10 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.bench.errors import BenchError
+from forebay.bench.limits import MOST_TOKENS
 from forebay.bench.token_ids import TokenIds, of_json, to_json
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 
 
 class WorkloadInfo(msgspec.Struct, frozen=True):
@@ -136,13 +138,15 @@ def read_workload(path: Path) -> Workload:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file. Raises OSError."""
+    """The bytes of a file, without a byte order mark. Raises OSError."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             yield memoryview(b"")  # nothing cannot be mapped
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
-            yield content
+            begin = len(codecs.BOM_UTF8) if mapped[: len(codecs.BOM_UTF8)] == codecs.BOM_UTF8 else 0
+            with content[begin:] as text:
+                yield text
 
 
 def _decode(path: Path, content: memoryview) -> _StoredWorkload:
@@ -155,6 +159,8 @@ def _decode(path: Path, content: memoryview) -> _StoredWorkload:
         raise BenchError(
             f"workload {path}: not whole JSON ({error}; the file holds {len(content)} bytes): write or copy it again"
         ) from None
+    except RecursionError:
+        raise BenchError(f"workload {path}: its values are nested too deeply for a workload: write it again") from None
     raise BenchError(f"workload {path}: {_explain(message, content)}")
 
 
@@ -194,7 +200,10 @@ def _explain(message: str, content: memoryview) -> str:
     name = next((f"{where} ({field})" for suffix, field in _FIELDS.items() if where.endswith(suffix)), where)
     if rule.startswith("Object missing"):
         return f"{name}: {rule[0].lower()}{rule[1:]}"
-    shown = json.dumps(_value_at(where, content))
+    try:
+        shown = json.dumps(_value_at(where, content))
+    except (msgspec.DecodeError, RecursionError):
+        return f"{name}: {rule[0].lower()}{rule[1:]}"  # a value that nothing can hold
     return f"{name}: is {shown if len(shown) <= 60 else shown[:57] + '...'}; {rule[0].lower()}{rule[1:]}"
 
 

@@ -40,13 +40,13 @@ def add_arrival_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--total-rate",
-        type=options.positive_float,
+        type=options.rate,
         metavar="R",
         help="requests per second of all models together (the sum of MODELS_YAML's rates)",
     )
     group.add_argument(
         "--drift",
-        type=options.positive_float,
+        type=options.number(0.001, 1e9),
         metavar="PERIOD_S",
         help="popularity moves: every PERIOD_S seconds each model takes the rate of the next one, the last the first's",
     )
@@ -106,12 +106,12 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--scale-rate",
-        type=options.positive_float,
+        type=options.factor,
         default=1.0,
         metavar="X",
         help="X times as fast; with ServeGen X times as many requests in the same time",
     )
-    group.add_argument("--scale-tokens", type=options.positive_float, default=1.0, metavar="X", help="X times as long")
+    group.add_argument("--scale-tokens", type=options.factor, default=1.0, metavar="X", help="X times as long")
 
 
 def check_sources(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

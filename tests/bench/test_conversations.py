@@ -43,7 +43,7 @@ def test_later_prompts_hold_the_whole_conversation_with_the_data_sets_answers(da
     ]
     assert read_turns(dataset, word_tokenizer(), max_prompt=40)[2] == [Turn(ids(70, 4), 4)]
     assert read_turns(dataset, word_tokenizer(), max_output=5) == [conversations[2]]
-    with pytest.raises(BenchError, match=r"sharegpt\.json: none of its 5 conversations.*--max-prompt 3 "):
+    with pytest.raises(BenchError, match=r"sharegpt\.json: none of its 5 conversations.*--max-prompt 3"):
         read_turns(dataset, word_tokenizer(), max_prompt=3)
 
 

@@ -153,7 +153,7 @@ def test_lengths_are_lognormals_with_the_clients_means(files: Path) -> None:
     [
         ("windows", "shape", "form", "column shape is missing; its columns are model, client, .*form"),
         ("windows", "0.25", "-1", "line 3: rate_rps is '-1'; a number of 0 or more"),
-        ("windows", "Weibull,0.5", "Weibull,0", "line 3: shape is '0'; a number above 0"),
+        ("windows", "Weibull,0.5", "Weibull,0", "line 3: shape is '0'; a number of 0.01 or more"),
         ("windows", "1.0,Gamma,0.2", "1.0,Pareto,0.2", "line 5: pattern is 'Pareto'; Gamma and Weibull"),
         ("windows", ",9.0", "", "line 4: has 7 cells for 8 columns"),
         ("rates", "rate_rps", "rate", "column rate_rps is missing"),

@@ -164,7 +164,7 @@ def test_sharegpt_pairs_and_filters(dataset: Path, tokenizer_folder: Path) -> No
     assert pairs == [([2, 3, 4, 5, 6], 6), (list(range(22, 30)), 20)]
     assert [len(prompt) for prompt, _ in read_sharegpt(dataset, tokenizer)] == [5, 8, 50]
     assert read_sharegpt(dataset, tokenizer, max_prompt=40, max_output=10) == pairs[:1]
-    with pytest.raises(BenchError, match=r"none of its 6 conversations.*--max-prompt 4 "):
+    with pytest.raises(BenchError, match=r"none of its 6 conversations.*--max-prompt 4"):
         read_sharegpt(dataset, tokenizer, max_prompt=4)
     source, draws = ShareGPTPrompts(pairs), Draws(0, "test")
     for _ in range(10):
