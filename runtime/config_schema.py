@@ -168,8 +168,8 @@ class Configuration(_Section, frozen=True):
     policy: Annotated[
         Literal["adbs", "roundrobin", "temporal", "fcfs", "fix", "fix-adbs"],
         Meta(
-            description="how models share a device: the model whose answer is due first, with memory quotas that follow "
-            "the load (`adbs`) or stay (`fix-adbs`); in turns (`roundrobin`), with fixed quotas (`fix`); "
+            description="how models share a device: the model whose answer is due first, with memory quotas that "
+            "follow the load (`adbs`) or stay (`fix-adbs`); in turns (`roundrobin`), with fixed quotas (`fix`); "
             "the oldest request's model alone (`temporal`, also called `fcfs`)"
         ),
     ] = "adbs"

@@ -294,4 +294,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
-TestAnyOrder.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestAnyOrder.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
