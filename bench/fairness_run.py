@@ -77,16 +77,14 @@ def compare(comparison: Comparison, folder: Path, json: Path | None, arguments: 
         title=f"{comparison.requests} requests at {comparison.load:g} x capacity, {comparison.memory}", box=None
     )
     figures: dict[str, Figure] = {"rate": Figure(comparison.load * capacity, "requests/s", capacity)}
-    for arm, served in runs.items():
-        values = summarise(served)
-        if not table.columns:
-            table.add_column("arm")
-            for name, (_, unit) in values.items():
-                table.add_column(f"{name} {unit}", justify="right")
-        table.add_row(arm, *(f"{value:.3g}" for value, _ in values.values()))
-        for name, (value, unit) in values.items():
-            beside = figures.get(f"fcfs_{name}")
-            figures[f"{arm}_{name}"] = Figure(value, unit, beside.value if beside and arm != "fcfs" else None)
+    summaries = {arm: summarise(served) for arm, served in runs.items()}
+    for column in ("", *summaries):
+        table.add_column(column, justify="right")
+    for name, (_, unit) in next(iter(summaries.values())).items():
+        table.add_row(f"{name} ({unit})", *(f"{values[name][0]:.3g}" for values in summaries.values()))
+        beside = summaries["fcfs"][name][0] if "fcfs" in summaries else None
+        for arm, values in summaries.items():
+            figures[f"{arm}_{name}"] = Figure(values[name][0], unit, beside if arm != "fcfs" else None)
     console.print(table)
     if shares:
         ratios = [max(share.values()) / min(share.values()) for share in shares]
