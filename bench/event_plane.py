@@ -10,7 +10,6 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from forebay.bench.figures import Figure, write_figures
-from forebay.runtime.child import end_with_parent
+from forebay.bench.other_process import OtherProcess, Target, end_with_spawner
 from forebay.runtime.loop import run
 from forebay.sched.central import CentralCore
 from forebay.sched.central_events import CentralSettings, Placement, Received, Send
@@ -58,8 +57,6 @@ ROUND_TRIP_RATE = 1000.0
 WARM_UP = 0.3
 """Share of a measurement that is not counted: processes start, caches fill."""
 
-Target = Callable[..., Any]
-
 
 def measure(seconds: float, runs: int, json: Path | None, arguments: list[str] | None) -> int:
     """Runs everything, prints a table, writes the figures; returns the exit status."""
@@ -88,34 +85,6 @@ def _percentile(times: list[float], share: float) -> float:
 
 def _throughput(folder: str, ours: Target, plain: Target, seconds: float) -> Figure:
     return Figure(run(ours(folder, seconds)), "events/s", run(plain(folder, seconds)))
-
-
-class OtherProcess:
-    """The other process of a measurement."""
-
-    def __init__(self, target: Target, *arguments: Any) -> None:
-        self._process = multiprocessing.get_context("spawn").Process(target=_in_loop, args=(target, *arguments))
-
-    def __enter__(self) -> None:
-        self._process.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._process.terminate()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-def _in_loop(target: Target, *arguments: Any) -> None:
-    _end_with_parent()
-    run(target(*arguments))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    end_with_parent(parent.sentinel)
 
 
 class _Counter:
@@ -380,7 +349,7 @@ def _blocking_round_trips(folder: str, seconds: float) -> list[float]:
 
 
 def _answer_blocking(endpoint: str) -> None:
-    _end_with_parent()
+    end_with_spawner()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(endpoint)
     while True:

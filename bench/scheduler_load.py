@@ -16,8 +16,8 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
-from forebay.bench.event_plane import OtherProcess
 from forebay.bench.figures import Figure, write_figures
+from forebay.bench.other_process import OtherProcess
 from forebay.runtime.loop import run
 from forebay.sched.central import CentralCore
 from forebay.sched.central_events import CentralSettings, Placement, Received, Send, Tick

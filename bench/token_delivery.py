@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 import yaml
 
-from forebay.bench.event_plane import OtherProcess
 from forebay.bench.figures import Figure, write_figures
+from forebay.bench.other_process import OtherProcess
 from forebay.bench.server_process import ServerProcess, scheduler_command
 from forebay.runtime.loop import run
 from forebay.runtime.text import ModelText
