@@ -151,9 +151,23 @@ def reclaim(scheduler: SchedulerProcess, own: str, neighbour: str, size: int) ->
         slab = _slab_bytes(granularity, size // FEWEST_SLABS)
         size = max(FEWEST_SLABS, size // slab) * slab
         lender = partial(LenderProcess, scheduler, slab_bytes=slab)
-        with Borrower(scheduler.endpoint, BORROWER_GPU, own, slab_bytes=slab, grant_s=10, handover_s=10) as borrower:
+        with Borrower(
+            scheduler.endpoint,
+            BORROWER_GPU,
+            own,
+            slab_bytes=slab,
+            ready_bytes=size,
+            return_s=None,
+            grant_s=10,
+            handover_s=10,
+        ) as borrower:
             with lender(LENDER_GPU, neighbour) as first:
-                runs = [_to_host(memory, borrower, first, size, slab) for _ in range(RECLAIMS)]
+                waits, runs = list[float](), list[tuple[float, float]]()
+                for _ in range(RECLAIMS):
+                    waited, *times = _to_host(memory, borrower, first, size, slab)
+                    waits.append(waited)
+                    runs.append((times[0], times[1]))
+                yield f"host_ready_{text_of(size)}", Figure(1000 * waits[0], "ms")
                 yield _reclaimed("host", size, runs)
                 with lender(OTHER_GPU, own) as second:
                     runs = [_to_lender(memory, borrower, first, second, size, slab) for _ in range(RECLAIMS)]
@@ -167,15 +181,27 @@ def _reclaimed(place: str, size: int, runs: list[tuple[float, float]]) -> tuple[
 
 def _to_host(
     memory: MemoryBackend, borrower: Borrower, lender: LenderProcess, size: int, slab: int
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
+    """Seconds until there is a place on the host for all that was lent, of taking it back, and of the raw copy."""
     lender.offer(size)
     with _lent(borrower, size) as loan:
+        waited = _until_ready(borrower, size)
         marks = _fill(memory, loan, slab)
         with memory.pinned(slab) as host:
             raw = _raw_seconds(memory, loan, [host.base] * (size // slab), slab)
         taken = lender.take_back(size)
         _require(loan, "host", marks, slab)
-    return taken, raw
+    return waited, taken, raw
+
+
+def _until_ready(borrower: Borrower, size: int) -> float:
+    begin = time.perf_counter()
+    while (ready := borrower.status().ready) < size:
+        if time.perf_counter() - begin > WAIT_S:
+            print(f"only {ready} of {size} bytes of the host could be made ready: the rest is made when it is needed")
+            break
+        time.sleep(PAUSE_S)
+    return time.perf_counter() - begin
 
 
 def _to_lender(

@@ -7,18 +7,19 @@ def main(arguments: list[str] | None = None) -> int:
     import argparse
     from pathlib import Path
 
-    parts = ("sweep", "grants", "reclaim", "tax")
+    parts = ("sweep", "grants", "host", "reclaim", "tax")
     parser = argparse.ArgumentParser(
         prog="python -m bench.lending",
         description="sweep: copies between a device, a neighbour's lent memory and the host, whole and scattered, "
         "alone and beside products, and a sequence out and in; grants: how soon memory is granted and usable; "
-        "reclaim: how soon a lender has it back with data in it; tax: what lending costs the lender. Each beside the "
-        "raw copy, or the plainest way to do it, of the same run.",
+        "host: how fast host memory for it is made, by several threads; reclaim: how soon a lender has it back with "
+        "data in it; tax: what lending costs the lender. Each beside the raw copy, or the plainest way to do it, of "
+        "the same run.",
     )
     parser.add_argument(
         "--devices", default="cpu:0,cpu:1", metavar="A[,B]", help="a borrower and its lender (cpu:0,cpu:1)"
     )
-    parser.add_argument("--only", default=",".join(parts), metavar="PART[,PART]", help="some parts of the four above")
+    parser.add_argument("--only", default=",".join(parts), metavar="PART[,PART]", help="some parts of the five above")
     parser.add_argument(
         "--largest",
         type=int,

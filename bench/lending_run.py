@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from forebay.bench.figures import Figure, write_figures
+from forebay.bench.host_memory import host_memory
 from forebay.bench.lease_latency import grants, reclaim
 from forebay.bench.lender_tax import tax
 from forebay.bench.lending_processes import SchedulerProcess
@@ -44,10 +45,17 @@ def _figures(devices: list[str], parts: list[str], largest: int, seconds: float)
             if lender is None:
                 print(f"only {own} was named: copies to and from a neighbour are left out")
             yield from sweep(borrower, lender, largest, seconds, held)
-    if set(parts) <= {"sweep"}:
+    if "host" in parts:
+        yield from host_memory(own, largest)
+    if set(parts) <= {"sweep", "host"}:
         return
-    if len(devices) == 1:
-        print(f"only {own} was named: it lends to itself, between processes", flush=True)
+    if own == neighbour:
+        print(
+            f"only {own} was named: it lends to itself, between processes. Grants, and reclaim to the host, are what "
+            "they are between two; copies between lender and borrower stay within the device, so reclaim to a lender "
+            "and the tax show the protocol and the sharing of one device, and nothing of a link",
+            flush=True,
+        )
     with SchedulerProcess() as scheduler:
         if "grants" in parts:
             yield from grants(scheduler, own, neighbour, largest)

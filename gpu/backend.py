@@ -107,8 +107,9 @@ class MemoryBackend(Closing, Protocol):
     def slab(self, size: int) -> MemorySlab:
         """New memory of the device, zero. Raises DeviceError: no multiple of the granularity, or no memory left."""
 
-    def host_slab(self, size: int) -> MemorySlab:
-        """New memory of the host, zero, for an arena of this device: where a lent slab was, or never came."""
+    def host_slab(self, size: int, *, zero: bool = True) -> MemorySlab:
+        """New memory of the host, for an arena of this device: where a lent slab was, or never came. It is zero, unless
+        `zero` is False: then who fills it whole at once saves the time."""
 
     def adopt(self, descriptor: int, size: int) -> MemorySlab:
         """The slab behind a descriptor that another process sent; owns the descriptor from now on, also when this
@@ -131,6 +132,10 @@ class MemoryBackend(Closing, Protocol):
 
     def move(self, destination: int, source: int, size: int) -> None:
         """Copies between two places of arenas and pinned memory that do not overlap; returns when it is done."""
+
+    def prepare(self, slab: MemorySlab) -> None:
+        """Takes what `fill` will need, memory or addresses, so that it has only to copy. They go with the slab. Raises
+        DeviceError."""
 
     def fill(self, slab: MemorySlab, source: int) -> None:
         """Copies what is at an address, as much as the slab holds, into a slab that is mapped nowhere; returns when it

@@ -8,9 +8,9 @@ not see the GPU it lies on.
 import contextlib
 import ctypes
 import os
+import threading
 import weakref
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from forebay.gpu.backend import MemoryInfo, MemorySlab
 from forebay.gpu.cuda_driver import CudaContext
@@ -18,12 +18,13 @@ from forebay.gpu.cuda_places import Place
 from forebay.gpu.cuda_slabs import Addresses, CudaArena, CudaSlab
 from forebay.gpu.device_name import DeviceName
 from forebay.gpu.errors import DeviceError
+from forebay.gpu.handles import Closes
 
 if TYPE_CHECKING:
     from forebay.gpu.cuda_copies import CudaCopier
 
 
-class CudaBackend:
+class CudaBackend(Closes):
     def __init__(self, device: DeviceName) -> None:
         self.device = device
         self.context = CudaContext(device)
@@ -34,13 +35,14 @@ class CudaBackend:
                 minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
                 self.granularity = int(self.context.call(driver.cuMemGetAllocationGranularity(prop, minimum)))
             self._stream = self.context.stream()
+            self._moves = threading.Lock()
             self._undo = undo.pop_all()
 
     def slab(self, size: int) -> CudaSlab:
         return self._new(size, self._properties())
 
-    def host_slab(self, size: int) -> CudaSlab:
-        return self._new(size, self._properties(host=True), Place.HOST)
+    def host_slab(self, size: int, *, zero: bool = True) -> CudaSlab:
+        return self._new(size, self._properties(host=True), Place.HOST, zero)
 
     def _properties(self, *, host: bool = False) -> Any:
         """Of an allocation on this device, or on the part of the host that is nearest to it."""
@@ -57,13 +59,14 @@ class CudaBackend:
             prop.location.id = int(self.context.handle)
         return prop
 
-    def _new(self, size: int, prop: Any, place: Place = Place.OWN) -> CudaSlab:
+    def _new(self, size: int, prop: Any, place: Place = Place.OWN, zero: bool = True) -> CudaSlab:
         self.require_size("slab_bytes", size)
         with contextlib.ExitStack() as undo:
             with self.context.current() as driver:
                 slab = CudaSlab(self.context, self.context.call(driver.cuMemCreate(size, prop, 0)), size, place)
             undo.callback(slab.close)
-            self.zero(slab)  # nothing says that the driver does
+            if zero:
+                self.zero(slab)  # nothing says that the driver does
             undo.pop_all()
         return slab
 
@@ -130,14 +133,26 @@ class CudaBackend:
         if not size:
             return
         with self.context.current() as driver:
-            self.context.call(driver.cuMemcpyAsync(destination, source, size, self._stream))
-            self.context.call(driver.cuStreamSynchronize(self._stream))
+            done = self.context.call(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+            try:
+                # Whoever moves waits for its own copy, not for those that other threads put behind it.
+                with self._moves:
+                    self.context.call(driver.cuMemcpyAsync(destination, source, size, self._stream))
+                    self.context.call(driver.cuEventRecord(done, self._stream))
+                self.context.call(driver.cuEventSynchronize(done))
+            finally:
+                driver.cuEventDestroy(done)
+
+    def prepare(self, slab: MemorySlab) -> None:
+        self._own(slab).stage()
 
     def fill(self, slab: MemorySlab, source: int) -> None:
-        with self.arena(slab.size, 1) as spare:
-            spare.map(0, slab)
-            self.move(spare.base, source, slab.size)
-            spare.unmap(0)
+        self.move(self._own(slab).stage(), source, slab.size)
+
+    def _own(self, slab: MemorySlab) -> CudaSlab:
+        if not isinstance(slab, CudaSlab):
+            raise DeviceError(f"{self.device} cannot fill a {type(slab).__name__}: it is another device's")
+        return slab
 
     def copier(self) -> "CudaCopier":
         from forebay.gpu.cuda_copies import CudaCopier
@@ -165,14 +180,8 @@ class CudaBackend:
                 driver.cuStreamDestroy(self._stream)
         self._undo.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class CudaHostMemory:
+class CudaHostMemory(Closes):
     """Pinned memory at one address for the host and all devices."""
 
     def __init__(self, context: CudaContext, size: int) -> None:
@@ -201,12 +210,6 @@ class CudaHostMemory:
 
     def close(self) -> None:
         self._pages = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 class _HostPages:

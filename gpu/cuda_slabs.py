@@ -2,32 +2,44 @@
 
 import os
 import weakref
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from forebay.gpu.backend import MemorySlab
 from forebay.gpu.cuda_driver import CudaContext
 from forebay.gpu.cuda_places import Place
 from forebay.gpu.errors import DeviceError
+from forebay.gpu.handles import SlabHandle, SlotRange
 
 
-class CudaSlab:
+class CudaSlab(SlabHandle):
     """An allocation of `size` bytes at a `place`, made here or by another process."""
 
     def __init__(self, context: CudaContext, handle: Any, size: int, place: Place = Place.OWN) -> None:
         self.size = size
         self.place = place
         self._holding = _Holding(context, handle)
-        self._finalizer = weakref.finalize(self, self._holding.release)
         # A process that ends gives its memory back itself, and the driver may be gone by then.
-        self._finalizer.atexit = False
+        super().__init__(self._holding.release, at_exit=False)
 
     @property
     def handle(self) -> Any:
         """The driver's handle. Raises DeviceError once the slab is closed."""
-        if self.closed:
-            raise DeviceError("this slab is closed")
+        self.require_open()
         return self._holding.handle
+
+    def stage(self) -> int:
+        """An address of its own at which the slab is mapped until it is closed: where it is filled before it takes a
+        place in an arena. Raises DeviceError."""
+        handle, holding = self.handle, self._holding
+        if holding.staging is None:
+            staging = Addresses(holding.context, self.size)
+            try:
+                staging.map(staging.base, handle, self.size, self.place)
+            except BaseException:
+                staging.release()
+                raise
+            holding.staging = staging
+        return holding.staging.base
 
     def fileno(self) -> int:
         handle = self.handle
@@ -43,28 +55,18 @@ class CudaSlab:
     def keep_descriptor(self, descriptor: int) -> None:
         self._holding.descriptor = descriptor
 
-    @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
-
-    def close(self) -> None:
-        """Gives up handle and descriptor. Mappings live on, here and elsewhere."""
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 class _Holding:
     def __init__(self, context: CudaContext, handle: Any) -> None:
         self.context = context
         self.handle = handle
         self.descriptor = -1
+        self.staging: Addresses | None = None
 
     def release(self) -> None:
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            staging.release()
         number, self.descriptor = self.descriptor, -1
         if number >= 0:
             os.close(number)
@@ -84,11 +86,11 @@ class Addresses:
             except DeviceError as error:
                 raise DeviceError(f"cannot map {size} bytes: {error}") from error
 
-    def map(self, address: int, slab: CudaSlab, size: int) -> None:
-        """Maps the slab for reading and writing by this device, wherever it lies."""
+    def map(self, address: int, handle: Any, size: int, place: Place) -> None:
+        """Maps an allocation for reading and writing by this device, wherever it lies."""
         context = self.context
         with context.current() as driver:
-            context.call(driver.cuMemMap(address, size, 0, slab.handle, 0))
+            context.call(driver.cuMemMap(address, size, 0, handle, 0))
             try:
                 access = driver.CUmemAccessDesc()
                 access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -99,7 +101,7 @@ class Addresses:
                 driver.cuMemUnmap(address, size)
                 raise
         self.sizes[address] = size
-        context.places.add(address, size, slab.place)
+        context.places.add(address, size, place)
 
     def unmap(self, address: int) -> None:
         context = self.context
@@ -136,85 +138,49 @@ class _Reservation:
         finalizer.atexit = False
 
 
-class CudaArena:
+class CudaArena(SlotRange[_Reservation]):
     """Slots in one range of device addresses."""
 
+    NOUN = "arena"
+
     def __init__(self, context: CudaContext, slab_bytes: int, slots: int) -> None:
-        if slots <= 0:
-            raise DeviceError(f"an arena needs at least one slot, not {slots}")
-        self.slab_bytes = slab_bytes
-        self.slots = slots
-        self.size = slab_bytes * slots
+        super().__init__(slab_bytes, slots)
         self._context = context
-        self._mapped: set[int] = set()
-        self._reservation: _Reservation | None = _Reservation(Addresses(context, self.size))
+        self._reservation = _Reservation(Addresses(context, self.size))
 
     @property
     def base(self) -> int:
-        return self._live().base
-
-    @property
-    def mapped(self) -> frozenset[int]:
-        return frozenset(self._mapped)
-
-    @property
-    def closed(self) -> bool:
-        return self._reservation is None
+        return self._live().addresses.base
 
     def map(self, slot: int, slab: MemorySlab) -> None:
-        addresses = self._live()
-        self._require_slot(slot)
-        if slot in self._mapped:
-            raise DeviceError(f"slot {slot} already holds a slab; unmap it first")
-        addresses.map(addresses.base + slot * self.slab_bytes, self._fitting(slab), self.slab_bytes)
-        self._mapped.add(slot)
+        self._require_empty(slot)
+        self._place(slot, self._fitting(slab))
 
     def replace(self, slot: int, slab: MemorySlab) -> None:
-        self._live()
-        self._require_slot(slot)
-        self._fitting(slab)
+        self._require_full(slot)
+        fitting = self._fitting(slab)
         self.unmap(slot)
-        self.map(slot, slab)
+        self._place(slot, fitting)
 
     def unmap(self, slot: int) -> None:
-        addresses = self._live()
-        self._require_slot(slot)
-        if slot not in self._mapped:
-            raise DeviceError(f"slot {slot} holds no slab")
+        addresses = self._live().addresses
+        self._require_full(slot)
         addresses.unmap(addresses.base + slot * self.slab_bytes)
         self._mapped.remove(slot)
 
-    def buffer(self) -> "ArenaView":
-        self._live()
-        assert self._reservation is not None
-        return ArenaView(self._reservation, self.size)
-
-    def close(self) -> None:
-        """Unmaps everything, once no buffer of the arena is left. Closing twice is fine."""
-        self._mapped.clear()
-        self._reservation = None
+    def _place(self, slot: int, slab: CudaSlab) -> None:
+        addresses = self._live().addresses
+        addresses.map(addresses.base + slot * self.slab_bytes, slab.handle, self.slab_bytes, slab.place)
+        self._mapped.add(slot)
 
     def _fitting(self, slab: MemorySlab) -> CudaSlab:
         if not isinstance(slab, CudaSlab):
             raise DeviceError(f"an arena of {self._context.device} takes no {type(slab).__name__}")
-        if slab.size != self.slab_bytes:
-            raise DeviceError(f"a slab of {slab.size} bytes does not fit slots of {self.slab_bytes}")
+        self._require_size(slab)
         return slab
 
-    def _live(self) -> Addresses:
-        if self._reservation is None:
-            raise DeviceError("this arena is closed")
-        return self._reservation.addresses
-
-    def _require_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.slots:
-            raise DeviceError(f"slot {slot} is outside 0..{self.slots - 1}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    def buffer(self) -> "ArenaView":
+        return ArenaView(self._live(), self.size)
 
 
 class ArenaView:

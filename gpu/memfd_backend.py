@@ -25,7 +25,7 @@ class MemfdBackend:
         self._live()
         return Slab(size)
 
-    def host_slab(self, size: int) -> Slab:
+    def host_slab(self, size: int, *, zero: bool = True) -> Slab:
         return self.slab(size)
 
     def adopt(self, descriptor: int, size: int) -> Slab:
@@ -65,6 +65,12 @@ class MemfdBackend:
     def move(self, destination: int, source: int, size: int) -> None:
         self._live()
         ctypes.memmove(destination, source, size)
+
+    def prepare(self, slab: MemorySlab) -> None:
+        self._live()
+        if not isinstance(slab, Slab):
+            raise DeviceError(f"{self.device} cannot fill a {type(slab).__name__}: it is another device's")
+        slab.populate()
 
     def fill(self, slab: MemorySlab, source: int) -> None:
         self._live()

@@ -10,11 +10,11 @@ import fcntl
 import mmap
 import os
 import weakref
-from types import TracebackType
 from typing import Self
 
 from forebay.gpu.backend import MemorySlab
 from forebay.gpu.errors import DeviceError
+from forebay.gpu.handles import SlabHandle, SlotRange
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -39,7 +39,7 @@ def require_slab_bytes(slab_bytes: int) -> None:
         raise DeviceError(f"slab_bytes is {slab_bytes}; it must be a positive multiple of {PAGE_BYTES}")
 
 
-class Slab:
+class Slab(SlabHandle):
     """Memory of `size` bytes, zero at first, behind a file descriptor that children do not inherit.
 
     Its size is sealed: nobody who gets the descriptor can shrink it under another process that has it mapped."""
@@ -47,7 +47,7 @@ class Slab:
     def __init__(self, size: int) -> None:
         require_slab_bytes(size)
         self._descriptor = _Descriptor()
-        self._finalizer = weakref.finalize(self, self._descriptor.close)
+        super().__init__(self._descriptor.close)
         self._descriptor.number = os.memfd_create("forebay-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor.number, size)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -60,7 +60,7 @@ class Slab:
         still shrink the memory could end us with a signal: such a descriptor is refused."""
         slab = cls.__new__(cls)
         slab._descriptor = _Descriptor()
-        slab._finalizer = weakref.finalize(slab, slab._descriptor.close)
+        SlabHandle.__init__(slab, slab._descriptor.close)
         slab._descriptor.number = descriptor
         os.set_inheritable(descriptor, False)
         slab.size = os.fstat(descriptor).st_size
@@ -74,8 +74,7 @@ class Slab:
 
     def fileno(self) -> int:
         """The descriptor, to be passed over a Unix socket; it stays this slab's own."""
-        if self._descriptor.number < 0:
-            raise DeviceError("this slab is closed")
+        self.require_open()
         return self._descriptor.number
 
     @property
@@ -95,20 +94,6 @@ class Slab:
     def _allocate(self, mode: int) -> None:
         if _libc.fallocate(self.fileno(), mode, 0, self.size):
             raise DeviceError(f"cannot allocate {self.size} bytes: {os.strerror(ctypes.get_errno())}")
-
-    @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
-
-    def close(self) -> None:
-        """Gives up the descriptor. Mappings of it live on, here and elsewhere."""
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 def _require_sealed(descriptor: int) -> None:
@@ -162,7 +147,7 @@ def _map(address: int | None, size: int, access: int, flags: int, descriptor: in
     return found
 
 
-class SlabRange:
+class SlabRange(SlotRange[_Reservation]):
     """`slots` consecutive places for slabs of `slab_bytes` each, at addresses that never change.
 
     Touching a place without a slab kills the process (SIGSEGV); whoever hands out blocks knows which places have
@@ -170,47 +155,26 @@ class SlabRange:
 
     def __init__(self, slab_bytes: int, slots: int) -> None:
         require_slab_bytes(slab_bytes)
-        if slots <= 0:
-            raise DeviceError(f"a range needs at least one slot, not {slots}")
-        self.slab_bytes = slab_bytes
-        self.slots = slots
-        self.size = slab_bytes * slots
-        self._mapped: set[int] = set()
-        self._reservation: _Reservation | None = _Reservation(self.size)
+        super().__init__(slab_bytes, slots)
+        self._reservation = _Reservation(self.size)
 
     @property
     def base(self) -> int:
         """First address."""
         return self._live().base
 
-    @property
-    def mapped(self) -> frozenset[int]:
-        """The slots that hold a slab."""
-        return frozenset(self._mapped)
-
-    @property
-    def closed(self) -> bool:
-        return self._reservation is None
-
     def map(self, slot: int, slab: MemorySlab) -> None:
         """Makes the slab's memory appear at `base + slot * slab_bytes`; the descriptor is not needed afterwards."""
-        self._live()
-        self._require_slot(slot)
-        if slot in self._mapped:
-            raise DeviceError(f"slot {slot} already holds a slab; unmap it first")
+        self._require_empty(slot)
         self._place(slot, slab)
 
     def replace(self, slot: int, slab: MemorySlab) -> None:
         """Puts this slab in the place of the one that the slot holds, with no moment without memory between them."""
-        self._live()
-        self._require_slot(slot)
-        if slot not in self._mapped:
-            raise DeviceError(f"slot {slot} holds no slab")
+        self._require_full(slot)
         self._place(slot, slab)
 
     def _place(self, slot: int, slab: MemorySlab) -> None:
-        if slab.size != self.slab_bytes:
-            raise DeviceError(f"a slab of {slab.size} bytes does not fit slots of {self.slab_bytes}")
+        self._require_size(slab)
         access = mmap.PROT_READ | mmap.PROT_WRITE
         address = self._live().base + slot * self.slab_bytes
         _map(address, self.slab_bytes, access, mmap.MAP_SHARED | _FIXED, slab.fileno())
@@ -219,9 +183,7 @@ class SlabRange:
     def unmap(self, slot: int) -> None:
         """Takes the slab out of the slot; the addresses stay reserved."""
         reservation = self._live()
-        self._require_slot(slot)
-        if slot not in self._mapped:
-            raise DeviceError(f"slot {slot} holds no slab")
+        self._require_full(slot)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE | _FIXED
         _map(reservation.base + slot * self.slab_bytes, self.slab_bytes, _NO_ACCESS, flags, -1)
         self._mapped.remove(slot)
@@ -232,26 +194,6 @@ class SlabRange:
         view = _View.of(reservation.size).from_address(reservation.base)
         view.reservation = reservation  # type: ignore[attr-defined]
         return view
-
-    def close(self) -> None:
-        """Unmaps everything, once no buffer of the range is left. Closing twice is fine."""
-        self._mapped.clear()
-        self._reservation = None
-
-    def _live(self) -> _Reservation:
-        if self._reservation is None:
-            raise DeviceError("this range is closed")
-        return self._reservation
-
-    def _require_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.slots:
-            raise DeviceError(f"slot {slot} is outside 0..{self.slots - 1}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 class _View:

@@ -20,13 +20,19 @@ Result = TypeVar("Result")
 Given = ParamSpec("Given")
 
 
+MOVERS = 3
+"""Threads that move memory of different slots at once: while one maps what it has copied, the link is another's."""
+
+
 class Background:
-    """Three threads at most: the loop (never blocks), one for work on memory (zeroing, mapping, copying), and one for
-    the callbacks of whoever uses the object, which may take their time and may call the object again."""
+    """A few threads: the loop (never blocks), one for work on memory (zeroing, mapping, copying), `MOVERS` for moves
+    that must be over soon, and one for the callbacks of whoever uses the object, which may take their time and may call
+    the object again."""
 
     def __init__(self, name: str) -> None:
         self.loop = _new_loop()
         self._work = ThreadPoolExecutor(1, thread_name_prefix=f"{name} memory")
+        self._movers = ThreadPoolExecutor(MOVERS, thread_name_prefix=f"{name} moves")
         self._callbacks = ThreadPoolExecutor(1, thread_name_prefix=f"{name} callbacks")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -36,6 +42,10 @@ class Background:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    @property
+    def name(self) -> str:
+        return self._thread.name
 
     @property
     def closed(self) -> bool:
@@ -136,7 +146,21 @@ class Background:
     async def work(self, function: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
         """Runs a function in the thread for work on memory, one at a time, in order. It is never left half done: a
         caller that is cancelled waits for it."""
-        job = self.loop.run_in_executor(self._work, lambda: function(*given, **named))
+        return await self.whole(self._work, function, *given, **named)
+
+    async def move(self, function: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+        """The same in one of the threads for moves, several at a time."""
+        return await self.whole(self._movers, function, *given, **named)
+
+    async def whole(
+        self,
+        threads: ThreadPoolExecutor,
+        function: Callable[Given, Result],
+        *given: Given.args,
+        **named: Given.kwargs,
+    ) -> Result:
+        """The same in threads of somebody's own."""
+        job = self.loop.run_in_executor(threads, lambda: function(*given, **named))
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -161,10 +185,9 @@ class Background:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self._work.shutdown()
+            self._movers.shutdown()
             # A callback may close the object that called it; it cannot wait for itself.
             self._callbacks.shutdown(wait=not ours.name.startswith(f"{self._thread.name} callbacks"))
-            with contextlib.suppress(RuntimeError):
-                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
     async def _end(self, last: Coroutine[Any, Any, None]) -> None:
@@ -173,6 +196,8 @@ class Background:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await last
+        # Here, since the thread that closes may be in the middle of a loop of its own.
+        await self.loop.shutdown_asyncgens()
         await asyncio.sleep(0)  # what was sent in this turn goes out
 
 

@@ -4,24 +4,26 @@ Nothing here raises into an app's step because a scheduler or a lender is away: 
 host's in its place.
 """
 
-import asyncio
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TypeVar
 
-from forebay.runtime.background import Background, close_at_exit, log
+from forebay.runtime.background import log
+from forebay.runtime.facade import DEFAULT_SLAB_BYTES, Facade, default_scheduler
 from forebay.runtime.host_budget import HostBudget
+from forebay.runtime.host_stock import HostStock
 from forebay.runtime.leases import HeldLease, OnRevoke
 from forebay.runtime.leasing import Leasing
-from forebay.runtime.lender import DEFAULT_SLAB_BYTES, default_scheduler, open_memory
 from forebay.runtime.lending_errors import LendingError
 from forebay.runtime.loan import Loan
 from forebay.runtime.loan_parts import Revocation, Tools
-from forebay.runtime.party import Identity, Party, PartyState, party_name
+from forebay.runtime.party import Identity, Party, PartyState
+from forebay.runtime.returning import Returning
 
-Result = TypeVar("Result")
+RETURN_S = 30.0
+"""Pause between two looks whether what lies on the host could be lent memory again."""
+
+NO_BOUND = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -38,27 +40,33 @@ class LeaseView:
 
 @dataclass(frozen=True)
 class BorrowerStatus:
-    """`peer` and `host`: bytes in use of lenders, and of the host in their place. `complaints`: how often a lender did
-    not hand over what it had lent."""
+    """`peer` and `host`: bytes in use of lenders, and of the host in their place. `ready`: bytes of the host that are
+    kept for what may be asked back. `complaints`: how often a lender did not hand over what it had lent."""
 
     party: str
     state: PartyState
     reason: str
     peer: int
     host: int
+    ready: int
     loans: int
     complaints: int
     leases: tuple[LeaseView, ...]
 
 
-class Borrower:
+class Borrower(Facade[BorrowerStatus]):
     """`gpu` is the physical number of the device that is short of memory, `device` the kind of memory that is borrowed
     (`cpu:N`). `slab_bytes` must be that of the lenders.
 
     `scheduler` is its control endpoint ("": where a scheduler of this user listens unless told otherwise); it need not
     be there yet. `credential` is the tenant's bearer token. Only lenders that run as one of `uids` (own user) are
-    trusted. `host_bytes` bounds the host memory used in place of lent memory (None: what the machine has). `grant_s`
-    bounds the wait for the scheduler, `handover_s` that for a lender.
+    trusted. `host_bytes` bounds the host memory used in place of lent memory (None: what the machine has). Of it,
+    `ready_bytes` are kept ready at most, for what is lent and may be asked back (None: as much as is lent on `cuda:N`,
+    where new memory of the host takes twelve times as long as the copy into it; nothing on `cpu:N`). `grant_s` bounds
+    the wait for the scheduler, `handover_s` that for a lender.
+
+    What lies on the host moves to lent memory again when there is some: every `return_s` seconds it asks (None: never),
+    less often while lenders want it back soon.
 
     `on_revoke(Revocation)` is called, in a thread of its own, when memory is asked back: return True once what is of
     value has been copied elsewhere, and the slabs are let go of; otherwise, and without a callback, the library moves
@@ -76,58 +84,48 @@ class Borrower:
         credential: str = "",
         uids: Collection[int] | None = None,
         host_bytes: int | None = None,
+        ready_bytes: int | None = None,
+        return_s: float | None = RETURN_S,
         grant_s: float = 1.0,
         handover_s: float = 2.0,
         on_revoke: Callable[[Revocation], object] | None = None,
     ) -> None:
-        self._memory = open_memory(device, slab_bytes)
-        self._slab_bytes = slab_bytes
+        if return_s is not None and return_s <= 0:
+            raise LendingError(f"return_s is {return_s}; it must be more than 0, or None for never")
+        super().__init__("borrower", gpu, device, slab_bytes)
         self._budget = HostBudget(host_bytes)
         self._callback = on_revoke
         self._loans: set[Loan] = set()
         self._said = False
-        self._name = party_name("borrower", gpu)
-        self._background = Background(self._name)
+        self._returning: Returning | None = None
         allowed = frozenset({os.getuid()} if uids is None else uids)
-        self._leasing = Leasing(self._memory, slab_bytes, allowed, grant_s, handover_s)
-        self._tools = Tools(
-            self._background,
-            self._memory,
-            self._leasing,
-            self._budget,
-            slab_bytes,
-            lambda: self._callback,
-            self._loans.discard,
-        )
+        self._leasing = leasing = Leasing(self._memory, slab_bytes, allowed, grant_s, handover_s)
+        if ready_bytes is None:
+            ready_bytes = NO_BOUND if self._memory.device.kind == "cuda" else 0
 
         async def open_all() -> None:
+            self._stock = HostStock(self._background, self._memory, slab_bytes, self._budget, ready_bytes)
+            self._tools = Tools(
+                self._background,
+                self._memory,
+                leasing,
+                self._stock,
+                slab_bytes,
+                lambda: self._callback,
+                self._loans.discard,
+                self._fell_back,
+            )
             identity = Identity(self._name, gpu, credential, "", slab_bytes)
-            leasing = self._leasing
             leasing.party = self._party = Party(
                 scheduler or default_scheduler(), identity, leasing.holdings, leasing.on_message, leasing.on_attached
             )
+            if return_s is not None:
+                self._returning = Returning(self._name, return_s, lambda: tuple(self._loans))
+                self._background.spawn(self._returning.run())
 
-        self._background.run_first(open_all())
-        self._stay_open = close_at_exit(self)
+        self._open(open_all())
 
     # For whoever borrows ---------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The party's name, as the ledger and `GET /leases` show it."""
-        return self._name
-
-    @property
-    def slab_bytes(self) -> int:
-        return self._slab_bytes
-
-    def ready(self, timeout_s: float = 10.0) -> bool:
-        """Waits until the scheduler knows this borrower; False if it does not in that time, or will not (see
-        `status`)."""
-        return self._background.run(self._party.wait_attached(timeout_s))
-
-    async def ready_async(self, timeout_s: float = 10.0) -> bool:
-        return await self._background.wait(self._party.wait_attached(timeout_s))
 
     def on_revoke(self, callback: Callable[[Revocation], object] | None) -> None:
         """Registers the callback for all loans (see the class), in place of an earlier one."""
@@ -158,25 +156,9 @@ class Borrower:
         """These slabs of a lease from `obtain` are unmapped; returns at once."""
         self._background.post(lease.release, tuple(numbers))
 
-    def status(self) -> BorrowerStatus:
-        return self._background.run(self._status())
-
-    async def status_async(self) -> BorrowerStatus:
-        return await self._background.wait(self._status())
-
     def close(self) -> None:
         """Gives back everything. Buffers of loans that are still in use see zeros from then on."""
-        self._stay_open()
-        self._background.close(self._close())
-
-    async def close_async(self) -> None:
-        await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        super().close()
 
     # In the loop -----------------------------------------------------------------------------------------------------
 
@@ -224,6 +206,7 @@ class Borrower:
             self._party.reason,
             sum(view.bytes for view in views),
             self._budget.used,
+            self._stock.ready,
             len(self._loans),
             self._leasing.complaints,
             views,
@@ -233,5 +216,9 @@ class Borrower:
         for loan in list(self._loans):
             await loan.keeper.close()
         self._leasing.close()
+        await self._stock.close()
         self._party.close("the borrower closes")
-        self._memory.close()
+
+    def _fell_back(self) -> None:
+        if self._returning is not None:
+            self._returning.fell_back()

@@ -8,8 +8,9 @@ A `Lender` offers memory of a device and takes it back; a `Borrower` allocates w
 """
 
 from forebay.runtime.borrower import Borrower, BorrowerStatus, LeaseView
+from forebay.runtime.facade import DEFAULT_SLAB_BYTES, default_scheduler
 from forebay.runtime.leases import HeldLease
-from forebay.runtime.lender import DEFAULT_SLAB_BYTES, Lender, default_scheduler
+from forebay.runtime.lender import Lender
 from forebay.runtime.lender_loop import LenderStatus
 from forebay.runtime.lending_errors import Closed, HandoverFailed, LendingError
 from forebay.runtime.loan import Loan

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from forebay.runtime.answers import Answer, ApiError, error_event, find_model, shown, usage
 from forebay.runtime.desk import Delivery, Desk, RequestFailed
+from forebay.runtime.keyring import OPERATOR
 from forebay.runtime.openai import ChatRequest, CompletionRequest
 from forebay.runtime.text import ModelText, OutputText, PromptError, PromptTooLong, Texts
 from forebay.transport.messages import ModelStatus, Sampling
@@ -104,7 +105,7 @@ class Generation(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = self._body.user or key_digest(Headers(scope=scope).get("authorization", ""))
+        tenant = account_of(scope, self._body.user)
         delivery = self._desk.open(self._body.model, self._prompt, self._sampling, tenant)
         write = self._write_stream if self._body.stream else self._write_whole
         writing = asyncio.create_task(write(delivery, send))
@@ -158,6 +159,16 @@ class Generation(Response):
 
     def _usage(self, delivery: Delivery) -> dict[str, Any]:
         return usage(len(self._prompt), self._output.tokens, delivery.cached)
+
+
+def account_of(scope: Scope, user: str | None) -> str:
+    """On whose account a request runs: the tenant whose token it carries (lending.tokens), whatever `user` it names, so
+    that nobody gets a larger share by inventing users. With the operator's token, which speaks for everybody, and where
+    no token is needed: the `user`, else the key that it carries."""
+    tenant: str = scope.get("tenant", OPERATOR)
+    if tenant != OPERATOR:
+        return tenant
+    return user or key_digest(Headers(scope=scope).get("authorization", ""))
 
 
 def key_digest(authorization: str) -> str:

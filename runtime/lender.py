@@ -4,29 +4,20 @@ What it has lent stays the borrower's until it comes back, whatever becomes of t
 to whom a slab goes, so that two can never have the same one.
 """
 
-import asyncio
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
 
-from forebay.gpu.backend import MemoryBackend, MemorySlab, memory_backend
-from forebay.gpu.errors import DeviceError
-from forebay.runtime.background import Background, close_at_exit
-from forebay.runtime.config_schema import Configuration
+from forebay.gpu.backend import MemorySlab
+from forebay.runtime.facade import DEFAULT_SLAB_BYTES, Facade, default_scheduler
 from forebay.runtime.handover import socket_path
 from forebay.runtime.lender_loop import Callback, Callbacks, LenderLoop, LenderStatus
-from forebay.runtime.party import Identity, party_name
+from forebay.runtime.party import Identity
 from forebay.runtime.takeback import Reclaimed
 from forebay.transport.addresses import runtime_folder
 
-DEFAULT_SLAB_BYTES = 256 << 20
 
-Result = TypeVar("Result")
-
-
-class Lender:
+class Lender(Facade[LenderStatus]):
     """`gpu` is the device's physical number, `device` its name here (`cpu:N`, `cuda:N`). Memory is lent in slabs of
     `slab_bytes`.
 
@@ -57,38 +48,18 @@ class Lender:
         on_yielded: Callable[[Reclaimed], object] | None = None,
         on_replaced: Callable[[MemorySlab, MemorySlab], object] | None = None,
     ) -> None:
-        self._memory = open_memory(device, slab_bytes)
-        self._slab_bytes = slab_bytes
-        self._name = party_name("lender", gpu)
-        path = socket_path(folder or runtime_folder())
-        identity = Identity(self._name, gpu, credential, str(path), slab_bytes)
-        callbacks = Callbacks(on_lent, on_returned, on_yielded, on_replaced)
+        super().__init__("lender", gpu, device, slab_bytes)
         allowed = frozenset({os.getuid()} if uids is None else uids)
-        endpoint = scheduler or default_scheduler()
-        self._background = Background(self._name)
 
         async def open_all() -> LenderLoop:
+            path = socket_path(folder or runtime_folder())
+            identity = Identity(self._name, gpu, credential, str(path), slab_bytes)
+            callbacks = Callbacks(on_lent, on_returned, on_yielded, on_replaced)
+            endpoint = scheduler or default_scheduler()
             return LenderLoop(endpoint, identity, self._background, self._memory, path, socket_mode, allowed, callbacks)
 
-        self._loop = self._background.run_first(open_all())
-        self._stay_open = close_at_exit(self)
-
-    @property
-    def name(self) -> str:
-        """The party's name, as the ledger and `GET /leases` show it."""
-        return self._name
-
-    @property
-    def slab_bytes(self) -> int:
-        return self._slab_bytes
-
-    def ready(self, timeout_s: float = 10.0) -> bool:
-        """Waits until the scheduler knows this lender; False if it does not in that time, or will not (see
-        `status`)."""
-        return self._background.run(self._loop.party.wait_attached(timeout_s))
-
-    async def ready_async(self, timeout_s: float = 10.0) -> bool:
-        return await self._background.wait(self._loop.party.wait_attached(timeout_s))
+        self._loop = self._open(open_all())
+        self._party = self._loop.party
 
     def offer(self, size: int) -> int:
         """Makes new memory of `size` bytes, rounded up to slabs, and offers it. Returns the bytes offered by this."""
@@ -121,40 +92,13 @@ class Lender:
     async def take_back_async(self, size: int, deadline_s: float) -> Reclaimed:
         return await self._background.wait(self._loop.take_back(size, deadline_s))
 
-    def status(self) -> LenderStatus:
-        return self._background.run(self._loop.status())
-
-    async def status_async(self) -> LenderStatus:
-        return await self._background.wait(self._loop.status())
-
     def close(self) -> None:
         """Goes. What is lent lives on for as long as its borrowers map it; they are told to move. Slabs given to
         `offer_slabs` are the caller's again: it destroys those that may be lent. Closing twice is fine."""
-        self._stay_open()
-        self._background.close(self._loop.close())
-        self._memory.close()
+        super().close()
 
-    async def close_async(self) -> None:
-        await asyncio.to_thread(self.close)
+    async def _status(self) -> LenderStatus:
+        return await self._loop.status()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-def default_scheduler() -> str:
-    """Where a scheduler of this user listens unless its configuration says otherwise. Raises RefusedAddress."""
-    return Configuration().control_endpoint()
-
-
-def open_memory(device: str, slab_bytes: int) -> MemoryBackend:
-    """The device's memory. Raises DeviceError, also for a size that no slab of it can have."""
-    memory = memory_backend(device)
-    if slab_bytes < 1 or slab_bytes % memory.granularity:
-        memory.close()
-        raise DeviceError(
-            f"slab_bytes is {slab_bytes}; on {device} it must be a positive multiple of {memory.granularity}"
-        )
-    return memory
+    async def _close(self) -> None:
+        await self._loop.close()

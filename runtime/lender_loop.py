@@ -170,6 +170,8 @@ class LenderLoop:
     def _yielded(self, message: Yielded) -> None:
         slabs, kept = self._come_back((*message.slabs, *message.kept), message.kept)
         if self._takebacks.yielded(message, slabs, kept):
+            # Freed as it comes: a device takes its time, which would else be added up at the end of the wait.
+            self._background.spawn(self._background.work(_close_all, [e.slab for e in (*slabs, *kept) if e.ours]))
             return
         self.table.remove([*slabs, *kept])
         self._background.spawn(self._unasked(slabs, kept, message.missing, message.holders))

@@ -17,6 +17,7 @@ from forebay.runtime.config import Configuration
 from forebay.runtime.keyring import Keyring, digest
 from forebay.runtime.known_gpus import known_gpus
 from forebay.runtime.ledger_file import LedgerFile
+from forebay.runtime.process_watch import ProcessWatch, pid_namespace
 from forebay.runtime.recording import Header, LendingHeader, Recorder
 from forebay.sched.lending import LendingCore
 from forebay.sched.lending_events import (
@@ -41,6 +42,7 @@ from forebay.transport.messages import (
     FromParty,
     Heartbeat,
     LendingWish,
+    Stop,
 )
 
 SLOWEST_TICK_S = 0.25
@@ -70,7 +72,11 @@ class LendingProcess:
         self._pids: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._unwritten = False
+        self._ended = False
+        self._namespace = pid_namespace()
         with ExitStack() as undo:
+            self._watch = ProcessWatch(self._on_end)
+            undo.callback(self._watch.close)
             self._file = LedgerFile(ledger_path(section.ledger, endpoint, bool(section.uids)), int(time.time()))
             undo.callback(self._file.close)
             if self._file.damage:
@@ -91,6 +97,13 @@ class LendingProcess:
                 self._decide(Restored(self._file.restored))
             self._undo = undo.pop_all()
 
+    def stop(self, reason: str) -> None:
+        """Tells every party that this scheduler ends: they go on without it at once, rather than when they next want
+        something. From now on nothing is heard or decided; the ledger is on disk."""
+        self._ended = True
+        for peer in self._core.peers:
+            self._send(peer, Stop(reason))
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -99,7 +112,10 @@ class LendingProcess:
     def start(self) -> None:
         """Begins to look at the clock."""
         loop = asyncio.get_running_loop()
+        if self._ended:
+            return
         self._decide(LendingTick())
+        self._watch.keep_only(self._core.knows)
         self._recorder.flush()
         self._timer = loop.call_later(self._tick_s, self.start)
 
@@ -107,6 +123,9 @@ class LendingProcess:
         return self._core.knows(peer)
 
     def hear(self, peer: str, message: FromParty | Heartbeat) -> None:
+        if self._ended:
+            return
+        local = isinstance(message, Attach) and message.pids == self._namespace != ""
         if isinstance(message, Attach):
             # No secret of a tenant gets into the core, and so none into its journal.
             message = msgspec.structs.replace(message, credential=digest(message.credential))
@@ -114,15 +133,28 @@ class LendingProcess:
         self._decide(FromPartyLink(peer, message))
         if not self._core.knows(peer):
             self._pids.pop(peer, None)
+            self._watch.forget(peer)
+        elif local:
+            # Its own word, but it could gain nothing by another number: it would only be given up with that process.
+            self._watch.watch(peer, self._pids[peer])
 
     def wish(self, peer: str, wish: LendingWish) -> None:
+        if self._ended:
+            return self._send(peer, Answered(wish.query, "refused", "the scheduler ends"))
         if self._core.settings.tenants and not peer.endswith(self._door_key):
             reason = "only the scheduler's own front door may speak for tenants"
             return self._send(peer, Answered(wish.query, "forbidden", reason))
         self._decide(Wish(peer, wish))
 
+    def _on_end(self, peer: str) -> None:
+        self._pids.pop(peer, None)
+        if not self._ended:
+            self._decide(PartyGone(peer, "its process has ended"))
+
     def on_exit(self, pid: int, reason: str) -> None:
         """A process that the scheduler had started has ended."""
+        if self._ended:
+            return
         for peer in [peer for peer, of in self._pids.items() if of == pid]:
             del self._pids[peer]
             self._decide(PartyGone(peer, f"its process {reason}"))

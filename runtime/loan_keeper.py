@@ -5,10 +5,12 @@ all back in the end. What it holds is in loan_slots.py; what apps see of it in l
 import asyncio
 import math
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from forebay.gpu.backend import MemorySlab
 from forebay.gpu.errors import DeviceError
-from forebay.runtime.background import log
+from forebay.runtime.background import MOVERS, log
 from forebay.runtime.leases import HeldLease
 from forebay.runtime.lending_errors import LendingError
 from forebay.runtime.loan_parts import Revocation, Tools
@@ -34,7 +36,7 @@ class LoanKeeper:
         self.loan = loan
         self.bytes = 0
         self.reason = ""
-        self.slots = LoanSlots(tools.memory, tools.slab_bytes)
+        self.slots = LoanSlots(tools.memory, tools.slab_bytes, tools.stock.keeps)
         self.views: list[weakref.ref[Any]] = []
         self.holders: list[int] = []
         self._wanted = wanted
@@ -65,24 +67,28 @@ class LoanKeeper:
                     lease.release([number for number in lease.slabs if (lease, number) not in mapped])
                 raise
             self.bytes = min(self._wanted, len(slots.places) * tools.slab_bytes)
+            self._say_need()
             if not slots.places:
                 slots.close()
 
     async def _fill_with_host(self, wanted: int) -> None:
         tools, slots = self._tools, self.slots
         while len(slots.places) < wanted:
-            if not tools.budget.take(tools.slab_bytes):
-                self.reason = f"{self.reason or 'no lender has enough'}; the host has no memory left for it either"
-                return
+            slab: MemorySlab | None = None
             before = len(slots.places)
             try:
-                await tools.background.work(slots.append_host)
+                slab = await tools.stock.take(zero=True)
+                if slab is not None:
+                    await tools.background.work(slots.append_host, slab)
             except (DeviceError, OSError) as error:
                 self.reason = f"{self.reason}; {error}"
                 return
             finally:
-                if len(slots.places) == before:
-                    tools.budget.give_back(tools.slab_bytes)
+                if slab is not None and len(slots.places) == before:
+                    await tools.stock.give(slab)
+            if slab is None:
+                self.reason = f"{self.reason or 'no lender has enough'}; the host has no memory left for it either"
+                return
 
     async def _map(self, lease: HeldLease) -> None:
         slabs = [(slab, Peer(lease, number)) for number, slab in sorted(lease.slabs.items()) if slab is not None]
@@ -109,16 +115,32 @@ class LoanKeeper:
             if await self._app_has_moved(slots, deadline_s, reason):
                 for slot in slots:
                     await self._drop(slot)
+                self._say_need()
                 return
             fresh = [] if lease.over else await self._elsewhere(lease.lender, len(slots), deadline_s)
-            targets = [Peer(other, number) for other in fresh for number in sorted(other.slabs)]
-            for slot in slots:
-                target = targets.pop(0) if targets else None
-                while not self.ended() and not await self._move(slot, target):  # noqa: ASYNC110 (other threads)
-                    await asyncio.sleep(RETRY_S)
+            targets = deque(Peer(other, number) for other in fresh for number in sorted(other.slabs))
+            left = deque((slot, targets.popleft() if targets else None) for slot in slots)
+            async with asyncio.TaskGroup() as movers:
+                for _ in range(min(MOVERS, len(slots))):
+                    movers.create_task(self._move_all(left))
+            self._say_need()
+            if any(self.slots.places[slot] == "host" for slot in slots if slot < len(self.slots.places)):
+                self._tools.fell_back()
             for other in fresh:
                 other.release([target.number for target in targets if target.lease is other])
                 self._tools.leasing.mapped(other)
+
+    async def _move_all(self, left: "deque[tuple[int, Peer | None]]") -> None:
+        """Moves one slot after the other; several do at once, since copying and mapping can overlap."""
+        while left:
+            slot, target = left.popleft()
+            while not self.ended() and not await self._move(slot, target):  # noqa: ASYNC110 (other threads)
+                await asyncio.sleep(RETRY_S)
+
+    def _say_need(self) -> None:
+        """How much of this loan may be asked back."""
+        lent = sum(isinstance(place, Peer) for place in self.slots.places)
+        self._tools.stock.need(self, 0 if self._ended else lent)
 
     async def _app_has_moved(self, slots: list[int], deadline_s: float, reason: str) -> bool:
         callback = self._tools.on_revoke()
@@ -153,7 +175,7 @@ class LoanKeeper:
             else:
                 slab = target.lease.slabs[target.number]
                 assert slab is not None, "slabs are open until they are mapped"
-                moved = await tools.background.work(self.slots.move, slot, slab, target)
+                moved = await tools.background.move(self.slots.move, slot, slab, target)
         except (DeviceError, OSError) as error:
             self._say(f"memory was asked back and cannot be moved yet: {error}")
             return False
@@ -166,16 +188,62 @@ class LoanKeeper:
     async def _move_to_host(self, slot: int) -> bool:
         """Raises DeviceError, OSError."""
         tools = self._tools
-        if not tools.budget.take(tools.slab_bytes):
+        slab = await tools.stock.take()
+        if slab is None:
             self._say("memory was asked back, and the host has none left to put it; waiting for some")
             return False
         moved = False
         try:
-            moved = await tools.background.work(self.slots.move_to_host, slot)
+            moved = await tools.background.move(self.slots.move_to_host, slot, slab)
         finally:
             if not moved:
-                tools.budget.give_back(tools.slab_bytes)
+                await tools.stock.give(slab)
         return moved
+
+    @property
+    def on_host(self) -> int:
+        """Slabs of this loan that are the host's."""
+        return 0 if self._ended else self.slots.places.count("host")
+
+    async def come_back(self, most: int) -> int:
+        """Moves up to so many slabs from the host to lent memory, those that nobody uses at the moment, one by one.
+        Returns how many."""
+        tools, slots = self._tools, self.slots
+        leases, _ = await tools.leasing.obtain(most * tools.slab_bytes, self.revoked)
+        targets = deque(Peer(lease, number) for lease in leases for number in sorted(lease.slabs))
+        moved = 0
+        async with self._mutex:
+            try:
+                for slot, place in list(enumerate(slots.places)):
+                    if not targets or self._ended:
+                        break
+                    if place == "host" and await self._move_back(slot, targets[0]):
+                        targets.popleft()
+                        moved += 1
+            finally:
+                for lease in leases:
+                    lease.release([target.number for target in targets if target.lease is lease])
+                    tools.leasing.mapped(lease)
+            if not self.on_host:
+                self.reason = ""
+            self._say_need()
+        return moved
+
+    async def _move_back(self, slot: int, target: Peer) -> bool:
+        """False: somebody uses the slot, or the slab cannot be mapped."""
+        tools = self._tools
+        slab = target.lease.slabs.get(target.number)
+        if slab is None:
+            return False
+        try:
+            if not await tools.background.move(self.slots.move, slot, slab, target, 0.0):
+                return False
+        except (DeviceError, OSError) as error:
+            log.debug("%s: a slab stays on the host: %s", tools.background.name, error)
+            return False
+        target.lease.close_handle(target.number)
+        await tools.stock.give(self.slots.left_by(slot))
+        return True
 
     def _say(self, text: str) -> None:
         """Once, however often it is tried."""
@@ -195,13 +263,14 @@ class LoanKeeper:
         place = self.slots.places[slot]
         while not await self._tools.background.work(self.slots.empty, slot):  # noqa: ASYNC110 (other threads)
             await asyncio.sleep(RETRY_S)
-        self._give_back(place)
+        await self._give_back(slot, place)
 
-    def _give_back(self, place: Place) -> None:
+    async def _give_back(self, slot: int, place: Place) -> None:
+        """What the slot had."""
         if isinstance(place, Peer):
             place.lease.release([place.number])
         elif place == "host":
-            self._tools.budget.give_back(self._tools.slab_bytes)
+            await self._tools.stock.give(self.slots.left_by(slot))
 
     async def release(self) -> None:
         if self.in_use():
@@ -217,6 +286,7 @@ class LoanKeeper:
         """Gives everything back. A buffer that is still in use, or a slot that somebody holds for longer than that,
         has zeros from then on."""
         self._ended = True
+        self._say_need()
         async with self._mutex:
             if self.slots.closed:
                 return
@@ -226,7 +296,7 @@ class LoanKeeper:
                     continue
                 if in_use or not await self._emptied(slot):
                     await self._tools.background.work(self.slots.blank, slot)
-                self._give_back(place)
+                await self._give_back(slot, place)
             self.slots.close()
             self.bytes = 0
             self._tools.released(self.loan)

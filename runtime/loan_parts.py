@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from forebay.gpu.backend import MemoryBackend
 from forebay.runtime.background import Background
-from forebay.runtime.host_budget import HostBudget
+from forebay.runtime.host_stock import HostStock
 from forebay.runtime.leasing import Leasing
 
 if TYPE_CHECKING:
@@ -38,12 +38,13 @@ class Revocation:
 @dataclass(frozen=True)
 class Tools:
     """What all loans of a borrower share. `on_revoke` gives the app's callback, or None; `released` is told of each
-    loan that has ended."""
+    loan that has ended, `fell_back` when memory that was asked back went to the host."""
 
     background: Background
     memory: MemoryBackend
     leasing: Leasing
-    budget: HostBudget
+    stock: HostStock
     slab_bytes: int
     on_revoke: Callable[[], Callable[[Revocation], object] | None]
     released: Callable[["Loan"], None]
+    fell_back: Callable[[], None]

@@ -1,5 +1,5 @@
-"""The memory behind a loan: an arena, and what lies in each of its slots. Called from the library's thread for work on
-memory, one call at a time, while apps read and write in theirs; a slot changes under its lock alone."""
+"""The memory behind a loan: an arena, and what lies in each of its slots. Called from the library's threads, never
+two at once for one slot, while apps read and write in theirs; a slot changes under its lock alone."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -28,8 +28,12 @@ Place = Peer | Literal["host", "gone"]
 
 
 class LoanSlots:
-    def __init__(self, memory: MemoryBackend, slab_bytes: int) -> None:
+    """`keep_handles`: of host memory, for whoever gets it when its slot no longer needs it."""
+
+    def __init__(self, memory: MemoryBackend, slab_bytes: int, keep_handles: bool) -> None:
         self.slab_bytes = slab_bytes
+        self._keep_handles = keep_handles
+        self._host: dict[int, MemorySlab] = {}
         self.places: list[Place] = []
         self._memory = memory
         self._arena: Arena | None = None
@@ -76,24 +80,36 @@ class LoanSlots:
             raise
         self.places += [place for _, place in slabs]
 
-    def append_host(self) -> None:
-        """New memory of the host in the next slot. Raises DeviceError, OSError."""
-        with self._memory.host_slab(self.slab_bytes) as slab:
-            self.append([(slab, "host")])
+    def append_host(self, slab: MemorySlab) -> None:
+        """Memory of the host in the next slot. Raises DeviceError, OSError."""
+        self.append([(slab, "host")])
+        self._keep(len(self.places) - 1, slab)
 
-    def move(self, slot: int, slab: MemorySlab, place: Place) -> bool:
+    def move(self, slot: int, slab: MemorySlab, place: Place, wait_s: float = MOVE_WAIT_S) -> bool:
         """Copies a slot's contents to the slab and puts that in its place. False: its users did not let go of it in
-        time; nothing has changed."""
-        with self._locks.moving(slot, MOVE_WAIT_S) as mine:
+        `wait_s`; nothing has changed."""
+        with self._locks.moving(slot, wait_s) as mine:
             if mine:
                 self._memory.fill(slab, self.arena.base + slot * self.slab_bytes)
                 self.arena.replace(slot, slab)
                 self.places[slot] = place
         return mine
 
-    def move_to_host(self, slot: int) -> bool:
-        with self._memory.host_slab(self.slab_bytes) as slab:
-            return self.move(slot, slab, "host")
+    def move_to_host(self, slot: int, slab: MemorySlab) -> bool:
+        moved = self.move(slot, slab, "host")
+        if moved:
+            self._keep(slot, slab)
+        return moved
+
+    def _keep(self, slot: int, slab: MemorySlab) -> None:
+        if self._keep_handles:
+            self._host[slot] = slab
+        else:
+            slab.close()  # the slot keeps the memory, and descriptors are few
+
+    def left_by(self, slot: int) -> MemorySlab | None:
+        """The host memory that this slot had before it was emptied, blanked or moved, where its handle was kept."""
+        return self._host.pop(slot, None)
 
     def empty(self, slot: int) -> bool:
         """False: its users did not let go of it in time."""

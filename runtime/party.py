@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forebay.runtime.background import log
+from forebay.runtime.process_watch import pid_namespace
 from forebay.sched.backoff import restart_delay
 from forebay.transport.codec import read_to_party
 from forebay.transport.messages import (
@@ -80,7 +81,6 @@ class Party:
         self._session = Session()
         self._heartbeat_s = WAITING_HEARTBEAT_S
         self._ttl_s = float("inf")
-        self._beats = False  # whether this scheduler sends heartbeats of its own
         self._heard = self._loop.time()
         self._attempts = 0
         self._pending = False  # an Attach that may still be answered
@@ -152,6 +152,7 @@ class Party:
                 free,
                 lent,
                 borrowed,
+                pid_namespace(),
             )
         )
 
@@ -159,7 +160,7 @@ class Party:
         """A scheduler that came up meanwhile answers a heartbeat with Rejoin, and that with an Attach."""
         if self.state in ("closed", "refused"):
             return
-        if self.attached and self._beats and self._loop.time() - self._heard > self._ttl_s:
+        if self.attached and self._loop.time() - self._heard > self._ttl_s:
             self._become("away", f"the scheduler has been silent for more than {self._ttl_s:g} s")
             log.warning("%s: %s; everything held stays usable", self.identity.party, self.reason)
         delay = self._heartbeat_s
@@ -197,21 +198,19 @@ class Party:
                 self._refused(reason)
                 return
             case Stop(reason):
-                self._become("away", f"the scheduler ends: {reason}")
+                self._become("away", f"the scheduler has ended: {reason}")
+                log.warning("%s: %s; everything held stays usable", self.identity.party, self.reason)
                 return
             case _:
                 pass
         if self.state == "away":
             self._become("attached", "")
-        match message:
-            case Heartbeat():
-                self._beats = True
-            case _:
-                self._on_message(message)
+        if not isinstance(message, Heartbeat):
+            self._on_message(message)
 
     def _welcome(self, heartbeat_s: float, ttl_s: float) -> None:
         self._heartbeat_s, self._ttl_s = heartbeat_s, ttl_s
-        self._attempts, self._pending, self._beats = 0, False, False
+        self._attempts, self._pending = 0, False
         if self.state != "attached":
             self._become("attached", "")
         self._timer.cancel()

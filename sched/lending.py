@@ -59,6 +59,7 @@ class LendingCore:
         self._wishes = Wishes(self.book, self._reclaims)
         self._strangers: set[str] = set()
         self._last_tick: float | None = None
+        self._next_beat = 0.0
 
     def handle(self, now: float, event: LendingEvent) -> list[LendingCommand]:
         match event:
@@ -88,6 +89,11 @@ class LendingCore:
     def knows(self, peer: str) -> bool:
         """Whether the peer is an attached party."""
         return peer in self.book.peers
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The attached parties' links."""
+        return tuple(self.book.peers)
 
     def check(self) -> None:
         """Asserts that every slab is where it belongs, and every lease has its parties."""
@@ -131,6 +137,11 @@ class LendingCore:
             elif party.doubt and party.doubted_until <= now:
                 party.doubted_until = now + self.settings.ttl_s
                 self.book.tell(party.name, Rejoin("a borrower could not get your memory: say anew what you hold"))
+        if now >= self._next_beat:
+            # So that a party that has nothing to ask for notices, too, when this scheduler is no longer there.
+            self._next_beat = now + self.settings.heartbeat_s
+            for name in self.book.parties:
+                self.book.tell(name, Heartbeat())
         self._registration.expire(now)
         for lease in self.book.ledger.leases.values():
             if lease.state == "revoking" and lease.deadline is not None and lease.deadline <= now:

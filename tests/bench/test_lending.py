@@ -61,9 +61,20 @@ def test_grants(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", ["cpu:0,cpu:1", "cpu:0"])
 def test_what_holds_data_is_taken_back(tmp_path: Path, devices: str) -> None:
     figures, printed = figures_of(tmp_path, "--devices", devices, "--only", "reclaim")
-    assert set(figures) == {"reclaim_to_host_2MiB", "reclaim_to_lender_2MiB"}
+    assert set(figures) == {"host_ready_2MiB", "reclaim_to_host_2MiB", "reclaim_to_lender_2MiB"}
+    assert figures.pop("host_ready_2MiB")["unit"] == "ms"
     assert all(figure["value"] > 0 and figure["baseline"] > 0 for figure in figures.values())
     assert ("lends to itself" in printed) == (devices == "cpu:0")
+
+
+def test_how_fast_host_memory_is_made(tmp_path: Path) -> None:
+    figures, _ = figures_of(tmp_path, "--only", "host")
+    ways = {f"host_{way}_{threads}_threads" for way in ("slab", "slab_zero", "slab_ready", "pinned")
+            for threads in (1, 4, 8)}  # fmt: skip
+    steps = {f"host_step_{step}_2MiB" for step in
+             ("device_slab", "map_device", "make", "prepare", "copy", "replace", "zero", "close", "unmap")}  # fmt: skip
+    assert set(figures) == ways | steps
+    assert all(figure["value"] > 0 for figure in figures.values())
 
 
 def test_what_lending_costs(tmp_path: Path) -> None:
@@ -101,7 +112,7 @@ def test_a_scheduler_that_cannot_start_is_told_of(monkeypatch: pytest.MonkeyPatc
     [
         (["--devices", "cpu:0,cpu:1,cpu:2"], "names 3"),
         (["--largest", "1"], "2 or more"),
-        (["--only", "sweep,speed"], "names 'speed'; there are sweep, grants, reclaim, tax"),
+        (["--only", "sweep,speed"], "names 'speed'; there are sweep, grants, host, reclaim, tax"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], problem: str) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -129,6 +130,26 @@ def test_a_slab_is_filled_before_anybody_sees_it(lending: Lending) -> None:
                 lending.borrower.fill(slab, arena.base + size)
                 arena.replace(1, slab)
                 assert lending.borrower.read(arena.base, 2 * size) == noise(2 * size, 6)
+
+
+def test_slabs_that_were_prepared_are_filled_by_several_threads_at_once_and_leave_nothing(lending: Lending) -> None:
+    size, count = lending.slab_bytes, 6
+    with lending.arena(count, full=True) as arena:
+        lending.borrower.write(arena.base, noise(count * size, 7))
+        before = lending.holdings()
+        made = [lending.borrower.host_slab(size, zero=False) for _ in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            list(threads.map(lending.borrower.prepare, made))
+            for slab in made:
+                lending.borrower.prepare(slab)  # again
+            list(threads.map(lambda at: lending.borrower.fill(made[at], arena.base + at * size), range(count)))
+        for slot, slab in enumerate(made):
+            arena.replace(slot, slab)
+            slab.close()
+        assert lending.borrower.read(arena.base, count * size) == noise(count * size, 7)
+        assert lending.holdings()[0] == before[0], "descriptors"
+        with pytest.raises(DeviceError):
+            lending.borrower.prepare(made[0])
 
 
 def test_wrong_use_is_refused_and_changes_nothing(lending: Lending) -> None:

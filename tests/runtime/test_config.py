@@ -118,6 +118,14 @@ def change(raw: dict[str, Any], path: str, value: Any) -> None:
         ("devices.0.fairness", "lottery", ["devices[0].fairness", "'lottery'"]),
         ("devices.0.weights", {"x": 0}, ["devices[0].weights", "0"]),
         ("devices.0.spill", "1KiB", ["spill", "'1KiB'", "less than one slab"]),
+        ("devices.0.weights_memory", "2 PiB", ["devices[0].weights_memory", "'2 PiB' is no size"]),
+        ("devices.0.weights_memory", "64TiB", ["devices[0].weights_memory", "more than this machine has"]),
+        ("devices.0.weights_host", "1GiB", ["devices[0].weights_host", "without weights_memory", "leave this out"]),
+        (
+            "devices.0.weights_borrow",
+            True,
+            ["devices[0].weights_borrow", "a CPU device reads weights from their files"],
+        ),
         ("lending.ttl", 0, ["lending.ttl", "> 0"]),
         ("lending.uids", [7], ["lending.uids", "[7]", "set endpoint to ipc://"]),
         ("lending.uids", [-1], ["lending.uids", ">= 0"]),
@@ -163,6 +171,21 @@ def test_what_a_device_lends_and_spills_is_in_its_settings(raw: dict[str, Any], 
     assert told["cpu:0"] == (True, 64 << 20, "cfs")
     assert told["cpu:1"] == (False, 0, "fcfs")
     assert configuration.lending.ledger == str(tmp_path / "mine.ledger")
+
+
+def test_what_weights_may_take_is_in_its_settings(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["devices"] += [
+        {"device": "cuda:0", "weights_memory": "1.5GiB", "weights_host": "2GiB"},
+        {"device": "cuda:1", "weights_memory": "1GiB", "weights_borrow": True},
+    ]
+    settings = parse(raw, "x.yaml", tmp_path).device_settings(cores=1)
+    told = {name: (one.weights_memory, one.weights_host, one.weights_borrow) for name, one in settings.items()}
+    assert told["cpu:0"] == (0, 0, False)
+    assert told["cuda:0"] == (3 << 29, 2 << 30, False)
+    assert told["cuda:1"] == (1 << 30, 0, True)
+    raw["devices"][-1]["weights_host"] = "1GiB"
+    with pytest.raises(ConfigurationError, match="leave one of them out"):
+        parse(raw, "x.yaml", tmp_path)
 
 
 def test_all_problems_are_told_at_once(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Lenders and borrowers at a hub with the real core: what an app sees of them, from threads and from asyncio."""
 
 import asyncio
+import gc
 import logging
 import subprocess
 import sys
@@ -562,3 +563,16 @@ def test_what_is_closed_says_so(place: Place) -> None:
         lender.offer(SLAB)
     with pytest.raises(Closed, match="is closed; make a new one"):
         borrower.allocate(SLAB)
+
+
+def test_closing_within_a_loop_leaves_nothing_behind(place: Place) -> None:
+    """A warning would be an error here."""
+
+    async def run() -> None:
+        lender, borrower = place.lender(0, 1), place.borrower()
+        borrower.allocate(SLAB)
+        borrower.close()
+        lender.close()
+        gc.collect()
+
+    asyncio.run(run())

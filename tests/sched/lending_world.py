@@ -259,6 +259,7 @@ class World:
         self.kept: dict[str, Record] = {}
         self.answers: list[Message] = []
         self.remarks: list[str] = []
+        self.beats: list[tuple[float, str]] = []
         self.journal: list[tuple[float, LendingEvent]] = []
         self.commands: list[list[LendingCommand]] = []
         self.handle(LendingTick())
@@ -283,6 +284,8 @@ class World:
                     self.kept[record.id] = record
                 case Forget(identity):
                     self.kept.pop(identity, None)
+                case Tell(peer, Heartbeat()):
+                    self.beats.append((self.now, peer))  # they change nothing
                 case Tell(peer, message):
                     if (party := self.parties.get(peer)) is not None:
                         party.down.append(message)  # type: ignore[arg-type]

@@ -36,6 +36,20 @@ def world() -> World:
     return World(0)
 
 
+def test_parties_hear_that_the_scheduler_is_there(world: World) -> None:
+    lend(world)
+    world.beats.clear()
+    begin = world.now
+    for _ in range(40):
+        world.now += 0.25
+        for party in world.parties.values():
+            party.say(Heartbeat())
+        world.deliver()
+        world.handle(LendingTick())
+    assert [peer for _, peer in world.beats] == ["lender", "borrower"] * 10
+    assert [at - begin for at, _ in world.beats[::2]] == [1.0 * count for count in range(1, 11)]
+
+
 # Borrowing --------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from tests.runtime.lending_hub import until
 from tests.system.server import Server
 
 PROGRAM = Path(__file__).with_name("lending_party.py")
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 
 
 class PartyProcess:

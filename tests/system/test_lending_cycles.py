@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forebay.runtime.client import Borrower
+from forebay.runtime.client import Borrower, Loan
 from tests.runtime.lending_hub import until
 from tests.runtime.lending_place import SLAB, threads
 from tests.system.lending import PartyProcess, endpoint_of
@@ -47,10 +47,17 @@ def test_ten_thousand_leases_leave_everything_as_it_was(tmp_path: Path) -> None:
             until(lambda: scheduler.get("/gpus").json()[0]["free"], (8 * SLAB).__eq__)
             processes = {"scheduler": scheduler.process.pid, "lender": lender.process.pid, "borrower": os.getpid()}
 
+            def whole() -> Loan | None:
+                """None: the lender is still zeroing what the cycles before have had."""
+                loan = borrower.allocate(2 * SLAB, host=False)
+                if loan.bytes == 2 * SLAB:
+                    return loan
+                loan.release()  # of one slab it may be
+                return None
+
             def cycle(number: int) -> None:
                 mark = number.to_bytes(8, "little")
-                # The lender may still be zeroing what the cycles before have had.
-                loan = until(lambda: borrower.allocate(2 * SLAB, host=False), lambda loan: loan.bytes == 2 * SLAB)
+                loan = until(whole, lambda loan: loan is not None)
                 with loan:
                     assert loan.where == "peer", loan.reason
                     assert loan.read(SLAB - 4, 8) == bytes(8), "zero, whoever had it before"

@@ -45,8 +45,8 @@ HELD_BYTES = [7, 3, [1, 2], 4096, "b", "/l", "t"]
 
 WIRE: list[tuple[Message, list[object]]] = [
     (
-        Attach(1, 2, "p", 0, 10, 1000, "h", "c", "/l", 4096, (5,), (HELD,), ()),
-        ["Attach", 1, 2, "p", 0, 10, 1000, "h", "c", "/l", 4096, [5], [HELD_BYTES], []],
+        Attach(1, 2, "p", 0, 10, 1000, "h", "c", "/l", 4096, (5,), (HELD,), (), "n"),
+        ["Attach", 1, 2, "p", 0, 10, 1000, "h", "c", "/l", 4096, [5], [HELD_BYTES], [], "n"],
     ),
     (Offer((1, 2)), ["Offer", [1, 2]]),
     (TakeBack(3, 8192, 1.5), ["TakeBack", 3, 8192, 1.5]),

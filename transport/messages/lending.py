@@ -49,7 +49,7 @@ class Attach(Message, frozen=True):
     same for as long as its process lives; `gpu` the physical number of its device; `credential` its tenant's bearer
     token ("" where the server has none). `endpoint`: Unix socket at which descriptors are fetched ("": never lends).
     `slab_bytes`: size of the slabs that it lends or, of a borrower, takes (0: any).
-    `free`: slabs that it offers now and nobody has."""
+    `free`: slabs that it offers now and nobody has. `pids`: the namespace that `pid` is a number of ("": unknown)."""
 
     version: int
     session: int
@@ -64,6 +64,7 @@ class Attach(Message, frozen=True):
     free: tuple[int, ...]
     lent: tuple[Holding, ...]
     borrowed: tuple[Holding, ...]
+    pids: str = ""
 
 
 class Offer(Message, frozen=True):
