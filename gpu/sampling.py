@@ -39,7 +39,7 @@ def waiting_times(seed: int, output_index: int, vocabulary: int) -> NDArray[np.f
     """What every token [vocabulary] waits in the race for one output token: independent draws from the exponential
     distribution of mean 1, between 3e-18 and 38. The token with the least waiting time / weight is drawn."""
     groups = np.arange(-(-vocabulary // _GROUP))
-    return _waits(np.repeat(_keys([seed], [output_index]), len(groups)), groups).ravel()[:vocabulary]
+    return _waits(np.repeat(row_keys(seed_keys([seed]), [output_index]), len(groups)), groups).ravel()[:vocabulary]
 
 
 def choose(
@@ -76,7 +76,8 @@ def _race(logits: torch.Tensor, draws: list[Draw]) -> NDArray[np.int64]:
     by_group, largest = grouped.numpy(), grouped.amax(-1).numpy()
     greatest = largest.max(1).astype(np.float64)
     temperature = np.array([draw.sampling.temperature for draw in draws])
-    keys = _keys([draw.sampling.seed for draw in draws], [draw.output_index for draw in draws])
+    seeds = seed_keys([draw.sampling.seed for draw in draws])
+    keys = row_keys(seeds, [draw.output_index for draw in draws])
     least = np.full(len(draws), -np.inf)
     for row, (sampling, _) in enumerate(draws):
         if sampling.top_p < 1.0:
@@ -149,9 +150,14 @@ def _bits(keys: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.u
     return _mix(keys + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
 
 
-def _keys(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.uint64]:
-    seed = np.array([seed % 2**64 for seed in seeds], np.uint64)
-    return _bits(_mix(seed + np.uint64(0x9E3779B97F4A7C15)), np.array(indices))
+def seed_keys(seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """What the key of each output token is made from."""
+    return _mix(np.array([seed % 2**64 for seed in seeds], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+
+
+def row_keys(seeds: NDArray[np.uint64], indices: Sequence[int]) -> NDArray[np.uint64]:
+    """The keys of draws: of output token `indices[i]` under `seeds[i]`, one of `seed_keys`."""
+    return _bits(seeds, np.array(indices))
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
