@@ -11,6 +11,7 @@ USAGE = """usage: forebay COMMAND [ARGUMENTS]
 commands:
   scheduler [CONFIG]   the server: scheduler, front door, and a worker for each configured device
   worker               joins a scheduler with one device
+  mps start|stop DIR   an MPS daemon of your own, through which processes share a GPU
   convert FOLDER       turns a GGUF file into a model folder that is read fast
   journal FILE...      replays what --journal recorded, and compares every command
 
@@ -18,12 +19,14 @@ commands:
 
 
 def main() -> int:
+    from forebay.apps import mps
     from forebay.gpu import convert
     from forebay.runtime import journal, scheduler, worker
 
     commands: dict[str, Callable[[list[str]], int]] = {
         "scheduler": scheduler.main,
         "worker": worker.main,
+        "mps": mps.main,
         "convert": convert.main,
         "journal": journal.main,
     }

@@ -1,20 +1,14 @@
 """MuxServe's cost file: how long a prefill and a decode step take, as measured. Nothing here estimates what was not."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from forebay.bench.errors import BenchError
-
-NOT_MEASURED = -1
-"""Stands in the file where there is no figure, mostly because it did not fit into memory."""
-
-LARGEST_MS = 1e12
-
-FORM = 'model -> number of GPUs -> SM % -> batch size -> sequence length -> {"prefill": ms, "decoding": ms}'
-LEVELS = ("number of GPUs", "SM %", "batch size", "sequence length")
+from forebay.sched.cost_table import LEVELS, NOT_MEASURED, CostError, parse_costs
 
 Phase: TypeAlias = Literal["prefill", "decoding"]
 PHASES: tuple[Phase, ...] = ("prefill", "decoding")
@@ -62,54 +56,32 @@ class CostFile:
 def read_cost_file(path: Path) -> CostFile:
     """Reads and checks a file. Raises BenchError that names the place, the value and what is allowed."""
     try:
-        raw = msgspec.json.decode(path.read_bytes())
+        rows = parse_costs(path.read_bytes(), str(path))
     except OSError as error:
         raise BenchError(f"cost file {path}: cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BenchError(f"cost file {path}: not whole JSON ({error}): write or copy it again") from error
+    except CostError as error:
+        raise BenchError(str(error)) from error
     costs: dict[str, dict[Setting, dict[Phase, float | None]]] = {}
-    for model, by_gpus in _members(path, [], raw).items():
-        costs[model] = {}
-        _collect(path, [model], by_gpus, costs[model])
+    for row in rows:
+        times: dict[Phase, float | None] = {"prefill": row.prefill_ms, "decoding": row.decode_ms}
+        costs.setdefault(row.model, {})[Setting(row.gpus, row.share, row.batch, row.length)] = times
     return CostFile(path, costs)
 
 
-def _collect(path: Path, place: list[str], raw: Any, into: dict[Setting, dict[Phase, float | None]]) -> None:
-    """Walks down from `place`, which begins with the model, to the figures."""
-    depth = len(place) - 1
-    if depth == len(LEVELS):
-        into[Setting(*map(int, place[1:]))] = _cost(path, place, raw)
-        return
-    for key, value in _members(path, place, raw).items():
-        highest = 100 if LEVELS[depth] == "SM %" else 1 << 31
-        if not (key.isascii() and key.isdecimal() and len(key) <= 18 and 1 <= int(key) <= highest):
-            rule = "1 to 100" if LEVELS[depth] == "SM %" else "1 or more"
-            raise BenchError(f"cost file {path}: {_named(place)}: the {LEVELS[depth]} is {key!r}; {rule} is allowed")
-        _collect(path, [*place, key], value, into)
-
-
-def _members(path: Path, place: Sequence[str], raw: Any) -> dict[str, Any]:
-    if not isinstance(raw, dict) or not raw:
-        raise BenchError(f"cost file {path}: {_named(place)}: an object with at least one member is needed; {FORM}")
-    return raw
-
-
-def _cost(path: Path, place: Sequence[str], raw: Any) -> dict[Phase, float | None]:
-    cost: dict[Phase, float | None] = {}
-    for phase in PHASES:
-        value = raw.get(phase) if isinstance(raw, dict) else None
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not (0 < value <= LARGEST_MS or value == NOT_MEASURED)
-        ):
-            raise BenchError(
-                f"cost file {path}: {_named([*place, phase])}: is {value!r}; milliseconds above 0, at most "
-                f"{LARGEST_MS:g}, are allowed, and "
-                f"{NOT_MEASURED} for not measured"
-            )
-        cost[phase] = None if value == NOT_MEASURED else float(value)
-    return cost
+def write_cost_file(path: Path, costs: Mapping[str, Mapping[Setting, Mapping[Phase, float | None]]]) -> None:
+    """Writes what `read_cost_file` reads, in milliseconds, whole or not at all. Raises OSError."""
+    tree: dict[str, Any] = {}
+    for model, settings in costs.items():
+        for setting in sorted(settings):
+            level = tree.setdefault(model, {})
+            for key in setting:
+                level = level.setdefault(str(key), {})
+            for phase in PHASES:
+                value = settings[setting][phase]
+                level[phase] = NOT_MEASURED if value is None else round(value, 4)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(tree)) + b"\n")
+    os.replace(partial, path)
 
 
 def _missing(listed: Sequence[Setting], setting: Setting) -> str:
@@ -122,7 +94,3 @@ def _missing(listed: Sequence[Setting], setting: Setting) -> str:
         known.append(f"{level} {setting[depth]}")
     where = f" at {', '.join(known)}" if known else ""
     return f"{where} has no {level} {setting[depth]}; it lists {', '.join(map(str, values))}"
-
-
-def _named(place: Sequence[str]) -> str:
-    return " -> ".join(place) or "top level"

@@ -2,9 +2,13 @@
 
 import os
 import threading
+import time
 
 EXIT_UNUSABLE = 78
 """Exit status (EX_CONFIG) of a process that cannot work as it was told to: starting it again would not help."""
+
+EXIT_BROKEN = 70
+"""Exit status (EX_SOFTWARE) of a worker whose device broke down under it: started again, it may work."""
 
 EXIT_ORPHANED = 79
 """Exit status of a process whose parent is gone."""
@@ -23,3 +27,13 @@ def end_with_parent(descriptor: int) -> None:
                 continue
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def exit_soon(status: int, grace_s: float = 3.0) -> None:
+    """Ends this process with that status after so many seconds, whatever its threads are stuck in."""
+
+    def end() -> None:
+        time.sleep(grace_s)
+        os._exit(status)
+
+    threading.Thread(target=end, name="exit soon", daemon=True).start()

@@ -19,10 +19,13 @@ from forebay.runtime.config_schema import (
     HttpSection,
     LendingSection,
     ModelSection,
+    TargetSection,
     TimeoutSection,
     model_spec,
     parse_bytes,
 )
+from forebay.sched.cost_table import CostError, parse_costs
+from forebay.sched.policy import ALIASES
 from forebay.transport.addresses import RefusedAddress, check_endpoint, check_http_host, check_socket_path
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "HttpSection",
     "LendingSection",
     "ModelSection",
+    "TargetSection",
     "TimeoutSection",
     "load",
     "model_spec",
@@ -82,11 +86,26 @@ def parse(raw: Any, source: str, folder: Path) -> Configuration:
     lending = configuration.lending
     if lending.ledger:
         lending = msgspec.structs.replace(lending, ledger=str(folder / Path(lending.ledger).expanduser()))
-    configuration = msgspec.structs.replace(configuration, models=models, lending=lending)
+    devices = tuple(
+        msgspec.structs.replace(device, mps=_beside(device.mps, folder)) for device in configuration.devices
+    )
+    configuration = msgspec.structs.replace(
+        configuration,
+        models=models,
+        lending=lending,
+        devices=devices,
+        costs=_beside(configuration.costs, folder),
+        trace=_beside(configuration.trace, folder),
+    )
     found = _problems(configuration)
     if found:
         raise ConfigurationError("\n".join(f"{source}: {problem}" for problem in found))
     return configuration
+
+
+def _beside(path: str, folder: Path) -> str:
+    """An absolute path for one that is relative to the configuration file; empty stays empty."""
+    return os.path.expanduser(folder / path) if path else ""
 
 
 def _unusable(raw: Any, key: str, seen: set[int]) -> list[str]:
@@ -146,6 +165,7 @@ def _problems(configuration: Configuration) -> list[str]:
     for index, model in enumerate(configuration.models):
         found += [f"models[{index}].{problem}" for problem in _of_model(model, devices)]
     found += _of_lending(configuration)
+    found += _of_lanes(configuration)
     try:
         check_http_host(configuration.http.host, bool(configuration.http.token or configuration.lending.tokens))
     except RefusedAddress as error:
@@ -166,6 +186,25 @@ def _problems(configuration: Configuration) -> list[str]:
             f"timeouts.silence: {configuration.timeouts.silence:g} s must be more than two heartbeats "
             f"({configuration.timeouts.heartbeat:g} s each), or living processes count as lost"
         )
+    return found
+
+
+def _of_lanes(configuration: Configuration) -> list[str]:
+    """Partitions and what they go by."""
+    temporal = ALIASES.get(configuration.policy, configuration.policy) == "temporal"
+    found = [
+        f"devices[{index}].partition: {device.partition!r} shares the device, but policy {configuration.policy!r} "
+        "gives it to one model at a time: use auto or none, or another policy"
+        for index, device in enumerate(configuration.devices)
+        if temporal and device.partition in ("streams", "green")
+    ]
+    if configuration.costs:
+        try:
+            parse_costs(Path(configuration.costs).read_bytes(), configuration.costs)
+        except OSError as error:
+            found.append(f"costs: {configuration.costs!r} cannot be read: {error.strerror}")
+        except CostError as error:
+            found.append(f"costs: {error}")
     return found
 
 
@@ -202,7 +241,8 @@ def _of_lending(configuration: Configuration) -> list[str]:
 def _of_device(section: DeviceSection) -> list[str]:
     sizes: dict[str, int] = {"spill": 0}
     found = []
-    for key in ("memory", "slab", *(("spill",) if section.spill else ())):
+    optional = ("spill", "weights_memory", "weights_host")
+    for key in ("memory", "slab", *(key for key in optional if getattr(section, key))):
         try:
             sizes[key] = parse_bytes(getattr(section, key))
         except ValueError as error:
@@ -217,8 +257,27 @@ def _of_device(section: DeviceSection) -> list[str]:
     machine = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     if section.device.startswith("cpu:") and memory > machine:
         found.append(f"memory: {section.memory!r} is more than this machine has ({machine >> 20} MiB)")
+    if section.device.startswith("cpu:"):
+        found += [
+            f"{key}: {value!r} is for cuda devices; {section.device} has no SMs to share"
+            for key, value in (("mps", section.mps), ("partition", section.partition))
+            if value not in ("", "auto", "none")
+        ]
+    if section.mps_percentage != 100 and not section.mps:
+        found.append(f"mps_percentage: {section.mps_percentage} needs `mps`, the folder of an MPS daemon")
     if 0 < sizes["spill"] < slab:
         found.append(f"spill: {section.spill!r} is less than one slab ({section.slab!r}); raise spill or lower slab")
+    if section.device.startswith("cpu:") and sizes.get("weights_memory", 0) > machine:
+        found.append(f"weights_memory: {section.weights_memory!r} is more than this machine has ({machine >> 20} MiB)")
+    if sizes.get("weights_host", 0) > machine:
+        found.append(f"weights_host: {section.weights_host!r} is more than this machine has ({machine >> 20} MiB)")
+    for key in ("weights_host", "weights_borrow"):
+        if getattr(section, key) and not section.weights_memory:
+            found.append(f"{key}: without weights_memory no weights leave the device; set that, or leave this out")
+        if getattr(section, key) and section.device.startswith("cpu:"):
+            found.append(f"{key}: a CPU device reads weights from their files again; leave this out")
+    if section.weights_host and section.weights_borrow:
+        found.append("weights_host: with weights_borrow the host only has what nobody lends; leave one of them out")
     if sizes["spill"] > machine:
         found.append(f"spill: {section.spill!r} is more than this machine has ({machine >> 20} MiB)")
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)

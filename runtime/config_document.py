@@ -11,6 +11,7 @@ from forebay.runtime.config import (
     HttpSection,
     LendingSection,
     ModelSection,
+    TargetSection,
     TimeoutSection,
 )
 
@@ -25,6 +26,7 @@ SECTIONS = (
     ("Top level", Configuration),
     ("devices[]", DeviceSection),
     ("models[]", ModelSection),
+    ("models[].targets", TargetSection),
     ("http", HttpSection),
     ("timeouts", TimeoutSection),
     ("lending", LendingSection),

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from forebay.sched.policy import ALIASES
 from forebay.transport.addresses import runtime_folder
-from forebay.transport.messages import DeviceSettings, ModelSpec
+from forebay.transport.messages import DeviceSettings, ModelSpec, Targets
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Bytes = int | str
@@ -62,10 +62,59 @@ class DeviceSection(_Section, frozen=True):
     weights: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         Meta(
-            description="shares under `vtc` by tenant, which is the `user` that a request names, or else its API key; "
-            "1 for those that are not listed"
+            description="shares under `vtc` by tenant: whose token (lending.tokens) a request carries; without one, or "
+            "with the operator's, the `user` that it names, else its API key; 1 for those that are not listed"
         ),
     ] = {}
+    weights_memory: Annotated[
+        Bytes,
+        Meta(
+            description="device memory for models' weights where not all of them fit: idle models' weights make room "
+            "for those that requests ask for, and come back on demand; 0: all stay"
+        ),
+    ] = 0
+    weights_host: Annotated[
+        Bytes,
+        Meta(description="host memory for the weights that are away from a CUDA device; 0: as much as they need"),
+    ] = 0
+    weights_borrow: Annotated[
+        bool,
+        Meta(
+            description="keep the weights that are away from a CUDA device in memory that other devices lend (`lend`), "
+            "and in the host's where there is none"
+        ),
+    ] = False
+    partition: Annotated[
+        Literal["auto", "streams", "green", "none"],
+        Meta(
+            description="how prefills and decodes share a GPU: side by side (`streams`), with prefills bound to half "
+            "of the SMs meanwhile (`green`), one after the other (`none`, and what a CPU device always does), or "
+            "whichever the `targets` of the models allow (`auto`)"
+        ),
+    ] = "auto"
+    mps: Annotated[
+        str,
+        Meta(
+            description="folder of an MPS daemon (`forebay mps start DIR`) through which the worker shares its GPU "
+            "with other processes, relative to the configuration file; empty: none"
+        ),
+    ] = ""
+    mps_percentage: Annotated[
+        int, Meta(ge=1, le=100, description="the largest part of the GPU's SMs that the worker may use, under `mps`")
+    ] = 100
+
+
+class TargetSection(_Section, frozen=True):
+    """How fast requests of a model are to be answered; what `auto` (`devices[].partition`) keeps to."""
+
+    ttft: Annotated[
+        float,
+        Meta(ge=0, le=86400, description="seconds to the first token; 0: five times what the prompt takes alone"),
+    ] = 0.0
+    tpot: Annotated[
+        float,
+        Meta(ge=0, le=86400, description="seconds between two tokens; 0: five times what a decode step takes alone"),
+    ] = 0.0
 
 
 class ModelSection(_Section, frozen=True):
@@ -99,6 +148,14 @@ class ModelSection(_Section, frozen=True):
         int,
         Meta(ge=1, le=1 << 20, description="tokens that one step computes; longer prompts are cut into such chunks"),
     ] = 256
+    targets: Annotated[TargetSection, Meta(description="how fast its requests are to be answered")] = TargetSection()
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Meta(
+            description="`auto` reads the weights; `dummy` makes up small random ones of the shapes that config.json "
+            "names, the same each time, for benchmarks"
+        ),
+    ] = "auto"
 
 
 class HttpSection(_Section, frozen=True):
@@ -180,8 +237,25 @@ class Configuration(_Section, frozen=True):
         str, Meta(description="where workers join: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; empty: see the log line")
     ] = ""
 
+    costs: Annotated[
+        str,
+        Meta(
+            description="cost file (`python -m bench.profile`) that `auto` reads, relative to the configuration file; "
+            "empty: it learns from the steps"
+        ),
+    ] = ""
+    trace: Annotated[
+        str,
+        Meta(
+            description="folder in which each worker writes its steps and copies for Perfetto or chrome://tracing, "
+            "relative to the configuration file; empty: none"
+        ),
+    ] = ""
+
     def device_settings(self, cores: int) -> dict[str, DeviceSettings]:
         """By device name; `cores` of this machine are divided among CPU devices that name no thread count."""
+        # Under temporal a device is one model's at a time, so there is nothing to share out.
+        whole = ALIASES.get(self.policy, self.policy) == "temporal"
         cpus = sum(section.device.startswith("cpu:") for section in self.devices)
         return {
             section.device: DeviceSettings(
@@ -194,6 +268,16 @@ class Configuration(_Section, frozen=True):
                 parse_bytes(section.spill) if section.spill else 0,
                 section.fairness,
                 section.weights,
+                "none" if whole and section.partition == "auto" else section.partition,
+                {
+                    model.name: Targets(model.targets.ttft, model.targets.tpot)
+                    for model in self.models
+                    if section.device in model.placement and model.targets != TargetSection()
+                },
+                self.costs,
+                weights_memory=parse_bytes(section.weights_memory) if section.weights_memory else 0,
+                weights_host=parse_bytes(section.weights_host) if section.weights_host else 0,
+                weights_borrow=section.weights_borrow,
             )
             for section in self.devices
         }
@@ -211,6 +295,7 @@ def model_spec(section: ModelSection) -> ModelSpec:
         section.max_sequences,
         section.step_tokens,
         section.popularity,
+        section.load_format,
     )
 
 

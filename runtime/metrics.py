@@ -32,6 +32,15 @@ class _Snapshot:
         cached = CounterMetricFamily(
             "forebay_prefix_cache_hit_tokens", "Of these, tokens found in the prefix cache", labels=["model"]
         )
+        evictions = CounterMetricFamily(
+            "forebay_weights_evictions", "How often weights left a device for another model's", labels=["model"]
+        )
+        restores = CounterMetricFamily(
+            "forebay_weights_restores", "How often weights came onto a device where they come and go", labels=["model"]
+        )
+        restore_s = GaugeMetricFamily(
+            "forebay_weights_restore_seconds", "What the last of these took", labels=["model"]
+        )
         for model in self._status.models:
             for family, value in (
                 (waiting, model.waiting),
@@ -39,12 +48,15 @@ class _Snapshot:
                 (replicas, model.replicas),
                 (prompts, model.prompt_tokens),
                 (cached, model.cached_tokens),
+                (evictions, model.evictions),
+                (restores, model.restores),
+                (restore_s, model.restore_seconds),
             ):
                 family.add_metric([model.name], value)
         held = GaugeMetricFamily("forebay_worker_requests", "Requests that a worker holds", labels=["worker", "gpu"])
         for worker in self._status.workers:
             held.add_metric([worker.id, worker.gpu], worker.running)
-        yield from (waiting, running, replicas, prompts, cached, held)
+        yield from (waiting, running, replicas, prompts, cached, evictions, restores, restore_s, held)
 
 
 class _Lending:

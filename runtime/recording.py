@@ -19,14 +19,16 @@ import msgspec
 from forebay.sched.blocks import BlockPool
 from forebay.sched.central import CentralCore
 from forebay.sched.central_events import CentralEvent, CentralSettings
+from forebay.sched.cost_table import CostRow
 from forebay.sched.fairness import make_fairness
 from forebay.sched.lane import LaneCore
 from forebay.sched.lane_events import LaneEvent
 from forebay.sched.lending import LendingCore
 from forebay.sched.lending_events import LendingEvent, LendingSettings
+from forebay.sched.partition import make_partition
 from forebay.sched.policy import POLICIES
 from forebay.sched.spill import SpillSpace
-from forebay.transport.messages import PROTOCOL_VERSION, Message
+from forebay.transport.messages import PROTOCOL_VERSION, Message, Targets
 
 Event = TypeVar("Event", contravariant=True)
 Command = TypeVar("Command", bound=Message, covariant=True)
@@ -40,7 +42,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 class LaneSettings(msgspec.Struct, frozen=True, tag=True):
     """How a lane core was made. `arena_slots` is how many slabs the spill arena has addresses for, of which the first
-    `host_slots` are host memory; `weights` are those of tenants, 1 where none is given."""
+    `host_slots` are host memory; `weights` are those of tenants, 1 where none is given; `weights_memory`
+    bounds the bytes of models' weights that are there at once (0: all are); `costs` is all of the cost file."""
 
     slabs: int
     slab_bytes: int
@@ -51,6 +54,10 @@ class LaneSettings(msgspec.Struct, frozen=True, tag=True):
     host_slots: int = 0
     lend: bool = False
     weights: dict[str, float] = {}
+    weights_memory: int = 0
+    partition: str = "none"
+    targets: dict[str, Targets] = {}
+    costs: tuple[CostRow, ...] = ()
 
 
 class CentralHeader(msgspec.Struct, frozen=True, tag=True):
@@ -167,7 +174,16 @@ def make_lane_core(settings: LaneSettings) -> LaneCore:
     pool = BlockPool(settings.slabs, settings.slab_bytes)
     space = SpillSpace(settings.arena_slots, settings.host_slots, settings.slab_bytes)
     fairness = make_fairness(settings.fairness, settings.weights)
-    return LaneCore(pool, POLICIES[settings.policy](), settings.prefix_cache, fairness, space, settings.lend)
+    return LaneCore(
+        pool,
+        POLICIES[settings.policy](),
+        settings.prefix_cache,
+        fairness,
+        space,
+        settings.lend,
+        make_partition(settings.partition, settings.targets, settings.costs),
+        weights_memory=settings.weights_memory,
+    )
 
 
 def replay(path: Path) -> Replayed:

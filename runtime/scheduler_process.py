@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from forebay.runtime import logs
+from forebay.runtime import logs, mps
 from forebay.runtime.config import Configuration, ConfigurationError, load, model_spec, parse_bytes
 from forebay.runtime.keyring import CREDENTIAL_VARIABLE, DOOR_VARIABLE, Keyring
 from forebay.runtime.lending_process import LendingProcess
@@ -136,12 +136,21 @@ class SchedulerProcess:
                 await failure.or_done(self._ended.wait())
                 await failure.or_done(self._drain())
             finally:
+                self._lending.stop("it was told to")
                 await self._supervisor.stop(self._ask_to_stop, self._configuration.timeouts.stop)
         self._log.info("the scheduler ended", problem=self._problem or "none")
         return 0 if self._problem is None else 1
 
     def _open(self, undo: contextlib.ExitStack) -> None:
-        """All that may fail before anything is started. Raises RefusedAddress, OSError."""
+        """All that may fail before anything is started. Raises RefusedAddress, ConfigurationError, OSError."""
+        for index, device in enumerate(self._configuration.devices):
+            if device.mps and device.spawn and mps.running(Path(device.mps)) is None:
+                raise ConfigurationError(
+                    f"{self._config}: devices[{index}].mps: no MPS daemon runs in {device.mps!r}; start one with: "
+                    f"forebay mps start {device.mps}"
+                )
+        if self._configuration.trace:
+            Path(self._configuration.trace).mkdir(parents=True, exist_ok=True)
         self._sockets = tempfile.mkdtemp(prefix="run-", dir=runtime_folder())
         undo.callback(shutil.rmtree, self._sockets, ignore_errors=True)
         check_endpoint(f"ipc://{self._sockets}/{LONGEST_NAME}")
@@ -187,13 +196,17 @@ class SchedulerProcess:
             {**Keyring.of_http(self._configuration).variable, DOOR_VARIABLE: self._door_key},
         )
         journal = ("--journal", str(self._journal.resolve())) if self._journal else ()
+        trace = ("--trace", self._configuration.trace) if self._configuration.trace else ()
         for device in self._configuration.devices:
             if device.spawn:
                 self._supervisor.add(
                     f"worker {device.device}",
                     "forebay.runtime.worker",
-                    ["--gpu", device.device, "--scheduler", self._hub.endpoint, *journal],
-                    {CREDENTIAL_VARIABLE: self._credential} if self._configuration.lending.tokens else {},
+                    ["--gpu", device.device, "--scheduler", self._hub.endpoint, *journal, *trace],
+                    {
+                        **({CREDENTIAL_VARIABLE: self._credential} if self._configuration.lending.tokens else {}),
+                        **(mps.environment(Path(device.mps), device.mps_percentage) if device.mps else {}),
+                    },
                 )
 
     # What comes in -------------------------------------------------------------------------------------------------

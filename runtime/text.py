@@ -6,12 +6,16 @@ a front door would pay seconds and hundreds of megabytes for it, and never use i
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
+
+_importing = threading.Lock()
+"""What transformers imports when it is asked for is not there yet for a second thread that asks meanwhile."""
 
 INLINE_CHARACTERS = 2_000
 """Text up to this length is tokenized at once (below a millisecond); longer text goes to a thread."""
@@ -54,12 +58,14 @@ class ModelText:
         folder = Path(path)
         try:
             if (folder / "tokenizer.json").is_file():
-                from transformers import PreTrainedTokenizerFast
+                with _importing:
+                    from transformers import PreTrainedTokenizerFast
 
                 tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
             else:
                 # Converts older tokenizer files, but imports torch on the way.
-                from transformers import AutoTokenizer
+                with _importing:
+                    from transformers import AutoTokenizer
 
                 tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             return cls(path, tokenizer, _vocabulary(folder, tokenizer))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any
 
 from forebay.gpu.backend import MemorySlab, memory_backend
@@ -21,6 +22,7 @@ from forebay.gpu.pieces import block_pieces
 from forebay.runtime.client import Borrower, HeldLease, Lender, Reclaimed
 from forebay.runtime.recording import LaneSettings
 from forebay.runtime.spill_checks import SpillChecks
+from forebay.sched.cost_table import parse_costs
 from forebay.sched.lane_events import (
     LaneEvent,
     LendSlabs,
@@ -59,8 +61,9 @@ def arena_slots(settings: DeviceSettings) -> int:
     return host_slots(settings) + ARENA_FACTOR * (settings.memory // settings.slab_bytes) * borrows
 
 
-def lane_settings(settings: DeviceSettings) -> LaneSettings:
-    """What the device's lane core is to know of it."""
+def lane_settings(settings: DeviceSettings, divisible: bool) -> LaneSettings:
+    """What the device's lane core is to know of it. `divisible`: its SMs can be shared. Raises OSError, CostError where
+    the cost file cannot be read."""
     return LaneSettings(
         settings.memory // settings.slab_bytes,
         settings.slab_bytes,
@@ -71,6 +74,10 @@ def lane_settings(settings: DeviceSettings) -> LaneSettings:
         host_slots(settings),
         settings.lend,
         settings.weights,
+        weights_memory=settings.weights_memory,
+        partition=settings.partition if divisible else "none",
+        targets=settings.targets,
+        costs=parse_costs(Path(settings.costs).read_bytes(), settings.costs) if settings.costs else (),
     )
 
 
@@ -274,14 +281,13 @@ class WorkerMemory:
         places = [self._place(slab) for slab in reclaimed.slabs]
         for slab in reclaimed.kept:  # somebody may still map it: its memory must not be ours
             places.append(self._place(slab))
-            self._device.pool.replace(places[-1], Slab(self._slab_bytes))
+            self._device.pool.replace(places[-1], self._memory.slab(self._slab_bytes))
         if places:
             self._log.info("lent memory is back", slabs=len(places))
             self._tell(SlabsBack(tuple(places)))
 
     def _replaced(self, old: MemorySlab, new: MemorySlab) -> None:
         """In the lender's thread. Nobody touches the pool where it is lent."""
-        assert isinstance(new, Slab)
         self._device.pool.replace(self._place(old), new)
 
     def _place(self, slab: MemorySlab) -> int:

@@ -14,14 +14,17 @@ from typing import Any, assert_never
 
 from forebay.gpu.device import Device, open_device, parse_device
 from forebay.gpu.errors import DeviceError, ModelLoadError, StepError
-from forebay.gpu.runner import ModelRunner
-from forebay.runtime import logs
-from forebay.runtime.child import EXIT_UNUSABLE, end_with_parent
+from forebay.gpu.movable import MovableRunner
+from forebay.gpu.runner import Runner
+from forebay.runtime import logs, mps
+from forebay.runtime.child import EXIT_BROKEN, EXIT_UNUSABLE, end_with_parent, exit_soon
 from forebay.runtime.keyring import CREDENTIAL_VARIABLE
 from forebay.runtime.loop import Failure, on_signals, run
 from forebay.runtime.recording import Header, Recorder, make_lane_core
+from forebay.runtime.step_trace import StepTrace
 from forebay.runtime.worker_feeds import Feeds
 from forebay.runtime.worker_memory import WorkerMemory, lane_settings
+from forebay.runtime.worker_weights import WeightMover
 from forebay.sched.lane_events import (
     Deliver,
     LaneCommand,
@@ -43,6 +46,7 @@ from forebay.transport.messages import (
     CloseSequence,
     CopyBlocks,
     DeviceSettings,
+    EvictWeights,
     Heartbeat,
     Join,
     Leave,
@@ -53,6 +57,7 @@ from forebay.transport.messages import (
     OpenSequence,
     Refused,
     Rejoin,
+    RestoreWeights,
     Start,
     StepDone,
     StepFailed,
@@ -72,26 +77,31 @@ PATIENCE_S = 5.0
 """How long it waits for a scheduler before it says so."""
 
 
-def work(gpu: str, scheduler: str, journal: Path | None, parent: int | None) -> int:
+def work(gpu: str, scheduler: str, journal: Path | None, parent: int | None, trace: Path | None = None) -> int:
     """Runs a worker until it is stopped; returns the exit status."""
     if parent is not None:
         end_with_parent(parent)
     log = logs.set_up(f"worker {gpu}")
     try:
         parse_device(gpu)
-        return run(WorkerProcess(gpu, scheduler, journal, supervised=parent is not None, log=log).run())
+        return run(WorkerProcess(gpu, scheduler, journal, parent is not None, log, trace).run())
     except (DeviceError, RefusedAddress) as error:
         log.error("this worker cannot work", error=str(error))
         return EXIT_UNUSABLE
 
 
 class WorkerProcess:
-    def __init__(self, gpu: str, scheduler: str, journal: Path | None, supervised: bool, log: Any) -> None:
+    def __init__(
+        self, gpu: str, scheduler: str, journal: Path | None, supervised: bool, log: Any, trace: Path | None = None
+    ) -> None:
         self._gpu = gpu
         self._scheduler = scheduler
         self._journal = journal
         self._supervised = supervised
         self._log = log
+        self._trace = None if trace is None else StepTrace(trace, gpu)
+        self._broken = False
+        self._cost_models: set[str] = set()
         self._id = f"{gpu}-{os.getpid()}-{secrets.token_hex(2)}"
         self._heartbeat_s = WAITING_HEARTBEAT_S
         self._session = Session()
@@ -99,7 +109,8 @@ class WorkerProcess:
         self._device: Device | None = None
         self._memory: WorkerMemory | None = None
         self._core: Recorder[LaneEvent, LaneCommand] | None = None
-        self._runners: dict[str, ModelRunner] = {}
+        self._weights: WeightMover | None = None
+        self._runners: dict[str, Runner] = {}
         self._wanted: set[str] = set()  # models that the present session asked for and has not been answered about
         self._unopened: dict[int, str] = {}  # sequences that the runner refused
         self._feeds = Feeds(log)
@@ -127,12 +138,22 @@ class WorkerProcess:
             await asyncio.gather(loader, return_exceptions=True)
             self._link.close()
             self._feeds.close()
-            if self._memory is not None:
-                await asyncio.to_thread(self._memory.close)
-            if self._device is not None:
-                self._device.close()
             if self._core is not None:
                 self._core.close()
+            if self._trace is not None:
+                self._trace.close()
+            if not self._broken:
+                await self._close_device()
+
+    async def _close_device(self) -> None:
+        if self._weights is not None:
+            await asyncio.to_thread(self._weights.close)
+        if self._memory is not None:
+            await asyncio.to_thread(self._memory.close)
+        if self._device is not None:
+            self._device.close()
+        if self._weights is not None:
+            await asyncio.to_thread(self._weights.give_back)
 
     def _on_signal(self) -> None:
         # A service manager signals all processes at once; the scheduler drains first, and then says Stop.
@@ -154,12 +175,21 @@ class WorkerProcess:
         if not self._session.welcomed and not self._exit.done():
             self._log.warning("no scheduler has answered yet; waiting for one", scheduler=self._scheduler)
 
+    def _break_down(self, reason: str) -> None:
+        """The device is beyond repair, for this process: another one takes over, and requests go on there. Nothing is
+        closed any more, for that might wait for ever for work that will never end."""
+        self._broken = True
+        self._end(EXIT_BROKEN, reason)
+        exit_soon(EXIT_BROKEN)
+
     def _beat(self) -> None:
         # Also before the welcome: a scheduler that came up later answers it with Rejoin.
         self._link.send(Heartbeat())
         if self._core is not None:
             self._core.flush()
-        if self._memory is not None and self._memory.ticks:
+        if self._trace is not None:
+            self._trace.flush()
+        if self._memory is not None and (self._memory.ticks or self._weights is not None):
             self._decide(Tick())
         self._loop.call_later(self._heartbeat_s, self._beat)
 
@@ -207,9 +237,15 @@ class WorkerProcess:
         if self._device is None:
             try:
                 self._device, self._memory, self._core = self._open_device(settings)
+                if settings.weights_memory:
+                    credential = os.environ.get(CREDENTIAL_VARIABLE, "")
+                    self._weights = WeightMover(
+                        self._device, settings, self._scheduler, credential, self._decide, self._log
+                    )
             except (DeviceError, OSError, ValueError) as error:
-                self._log.error("the device cannot be opened", gpu=self._gpu, error=str(error))
-                return self._end(EXIT_UNUSABLE, str(error))
+                reason = f"{error}{mps.explain()}"
+                self._log.error("the device cannot be opened", gpu=self._gpu, error=reason)
+                return self._end(EXIT_UNUSABLE, reason)
             self._settings = settings
         self._log.info("joined", memory=self._device.pool.capacity, threads=settings.threads)
 
@@ -219,7 +255,8 @@ class WorkerProcess:
         with ExitStack() as undo:
             device = open_device(self._gpu, settings)
             undo.callback(device.close)
-            lane = lane_settings(settings)
+            lane = lane_settings(settings, divisible=device.name.kind == "cuda")
+            self._cost_models = {row.model for row in lane.costs}
             core = make_lane_core(lane)
             credential = os.environ.get(CREDENTIAL_VARIABLE, "")
             memory = WorkerMemory(self._gpu, self._scheduler, device, settings, credential, self._decide, self._log)
@@ -243,7 +280,7 @@ class WorkerProcess:
         else:
             self._answer(runner)
 
-    def _answer(self, runner: ModelRunner) -> None:
+    def _answer(self, runner: Runner) -> None:
         """Says that a model is ready, once, and only to the session that asked for it."""
         name = runner.spec.name
         if name in self._wanted:
@@ -257,7 +294,9 @@ class WorkerProcess:
                 assert self._device is not None, "models are loaded after the welcome"
                 self._log.info("loading", model=spec.name, path=spec.path, dtype=spec.dtype)
                 try:
-                    runner = await asyncio.to_thread(self._device.load, spec)
+                    # Where weights come and go, those of this model come when the core says so.
+                    load = self._device.load if self._weights is None else self._device.introduce
+                    runner: Runner = await asyncio.to_thread(load, spec)
                 except ModelLoadError as error:
                     self._log.error("a model could not be loaded", model=spec.name, error=str(error))
                     if spec.name in self._wanted:
@@ -268,7 +307,13 @@ class WorkerProcess:
                 assert self._memory is not None
                 self._memory.open_model(spec.name, runner.block_bytes)
                 opened = ModelOpened(
-                    spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens, spec.popularity
+                    spec.name,
+                    runner.block_bytes,
+                    spec.max_sequences,
+                    spec.step_tokens,
+                    spec.popularity,
+                    cost_name="" if spec.name in self._cost_models else Path(spec.path).name,
+                    weight_bytes=runner.weight_bytes if isinstance(runner, MovableRunner) else 0,
                 )
                 self._decide(opened)
             if (loaded := self._runners.get(spec.name)) is not None:
@@ -285,7 +330,12 @@ class WorkerProcess:
         assert self._memory is not None
         if self._exit.done():
             return
-        for command in self._core.handle(self._loop.time(), event):
+        now = self._loop.time()
+        if self._trace is not None:
+            self._trace.event(now, event)
+        for command in self._core.handle(now, event):
+            if self._trace is not None:
+                self._trace.command(now, command)
             match command:
                 case StepPlan():
                     self._launch(command)
@@ -305,6 +355,9 @@ class WorkerProcess:
                     self._memory.lend(command)
                 case TakeBackSlabs():
                     self._memory.take_back(command)
+                case EvictWeights() | RestoreWeights():
+                    assert self._weights is not None
+                    self._weights.move(command)
                 case CloseSequence():
                     if self._unopened.pop(command.sequence, None) is None:
                         self._runners[command.model].close(command)
@@ -333,6 +386,9 @@ class WorkerProcess:
         error = future.exception()
         if error is None:
             self._decide(future.result())
+        elif isinstance(error, DeviceError):
+            self._log.error("the device broke down; this worker ends", step=step, error=str(error))
+            self._break_down(f"{error}{mps.explain()}")
         else:
             self._log.error("a step failed", step=step, error=repr(error), exc_info=error)
             self._decide(StepFailed(step, str(error) or repr(error)))

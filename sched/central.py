@@ -52,6 +52,7 @@ from forebay.transport.messages import (
     ToFrontDoor,
     ToScheduler,
     ToWorker,
+    WeightsMoved,
     Welcome,
 )
 
@@ -266,6 +267,13 @@ class CentralCore:
                 worker.finish_loading(name, "fail", reason=reason)
                 self._fail_hopeless()
                 self._announce()
+            case WeightsMoved(name, resident, seconds):
+                model = self._models[name]
+                if resident:
+                    model.restores += 1
+                    model.restore_seconds = seconds
+                else:
+                    model.evictions += 1
             case Leave(reason):
                 self._lose(worker.id, f"it left: {reason}")
             case _:

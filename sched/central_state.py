@@ -49,6 +49,9 @@ class Model:
     max_context: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    evictions: int = 0
+    restores: int = 0
+    restore_seconds: float = 0.0
     mean_output: float = 128.0
     replicas: dict[str, "Replica"] = field(default_factory=dict)
     ranking: Ranking = field(default_factory=Ranking)

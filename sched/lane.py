@@ -3,8 +3,9 @@
 It launches a step before the one ahead of it has landed: it counts tokens and never looks at one. That a sequence has
 ended by itself it learns when the step lands, one step late; what that sequence had drawn meanwhile is dropped.
 
-Who has memory is decided in residency.py, in what order in fairness.py, which model is next in policy.py, and what is
-borrowed from and lent to other devices in neighbours.py.
+Which steps are launched is decided in launching.py, who has memory in residency.py, in what order in fairness.py, which
+model is next in policy.py, how phases share the device in partition.py, whose weights are there in tenancy.py, and what
+is borrowed from and lent to other devices in neighbours.py.
 """
 
 from typing import assert_never
@@ -24,7 +25,10 @@ from forebay.sched.lane_events import (
     SpillRevoked,
     Tick,
 )
+from forebay.sched.lane_weights import LaneWeights
+from forebay.sched.launching import Launching
 from forebay.sched.neighbours import Neighbours
+from forebay.sched.partition import Partition, Turns
 from forebay.sched.policy import PATIENCE, Policy
 from forebay.sched.residency import Residency
 from forebay.sched.sequence import Lane, Sequence
@@ -40,17 +44,14 @@ from forebay.transport.messages import (
     FinishReason,
     OpenSequence,
     Start,
-    Started,
     StepDone,
     StepFailed,
-    StepPlan,
     ToFrontDoor,
     Tokens,
-    Work,
+    WeightsBack,
+    WeightsFailed,
+    WeightsGone,
 )
-
-STEPS_AHEAD = 2
-"""Steps in flight: one that runs and one that is ready when it lands."""
 
 TOKEN_STOPS, TOKEN_INVALID = 1, 2
 """Values of `StepDone.stopped`."""
@@ -67,48 +68,60 @@ class LaneCore:
         fairness: Fairness | None = None,
         space: SpillSpace | None = None,
         lend: bool = False,
+        partition: Partition | None = None,
+        weights_memory: int = 0,
     ) -> None:
         """`space` is where preempted sequences go (none: they compute their tokens again), `lend` whether idle slabs of
-        the pool are lent to others."""
+        the pool are lent to others, `partition` how prefills and decodes share the device (none: in turns),
+        `weights_memory` how many bytes of weights are there at once (0: all)."""
         self._fairness = fairness or FirstComeFirstServed()
         space = space or SpillSpace(0, 0, pool.slab_bytes)
         self._residency = Residency(pool, policy.division, prefix_cache, self._fairness, space)
         self._neighbours = Neighbours(self._residency, lend)
+        self._weights = LaneWeights(weights_memory, self._residency)
         self.memory = self._residency.memory
         self.swap = self._residency.swap
-        self._policy = policy
         self._lanes: dict[str, Lane] = {}
         self._by_request: dict[int, Sequence] = {}
-        self._in_flight: dict[int, tuple[StepPlan, list[Sequence]]] = {}
         self._sequences = 0
-        self._steps = 0
         self._commands: list[LaneCommand] = []
         self._outbox: dict[str, list[ToFrontDoor]] = {}
+        self._launching = Launching(
+            self._lanes,
+            self._residency,
+            policy,
+            partition or Turns(),
+            lambda command: self._commands.append(command),
+        )
         self.wasted_slots = 0
 
     def handle(self, now: float, event: LaneEvent) -> list[LaneCommand]:
         match event:
             case StepDone():
-                self._land(event)
+                self._land(now, event)
             case Start():
                 self._start(now, event)
             case Cancel(request, epoch):
                 sequence = self._by_request.get(request)
                 if sequence is not None and sequence.start.epoch == epoch:
                     self._end(sequence, "aborted")
-            case ModelOpened(model, block_bytes, max_sequences, step_tokens, popularity):
+            case ModelOpened(model, block_bytes, max_sequences, step_tokens, popularity, cost_name, weight_bytes):
+                self._launching.partition.add_model(model, cost_name)
                 self._residency.add_model(model, block_bytes, popularity)
                 self._lanes[model] = Lane(model, block_bytes, max_sequences, step_tokens)
+                self._weights.open(self._lanes[model], weight_bytes, popularity)
             case StepFailed(step, reason):
-                self._fail_step(step, reason)
+                self._fail_step(now, step, reason)
             case CopyDone(copy) | CopyFailed(copy):
-                self._copied(copy, isinstance(event, CopyDone))
+                self._copied(now, copy, isinstance(event, CopyDone))
             case SpillGrew(slots):
                 self.swap.space.grow(slots)
             case SpillRevoked(slots, deadline_s):
                 self.swap.space.revoke(slots, now + deadline_s)
             case SlabsBack(slabs):
                 self._neighbours.back(slabs)
+            case WeightsGone() | WeightsBack() | WeightsFailed():
+                self._commands.extend(self._weights.answered(now, event))
             case Tick():
                 pass
             case Reset():
@@ -119,7 +132,8 @@ class LaneCore:
                 assert_never(event)
         self.memory.adapt(now, self._lanes.values())
         self._make_room(now)
-        self._launch(now)
+        self._move_weights(now)
+        self._launching.fill(now)
         self._commands.extend(self._neighbours.decide(now, self._lanes.values()))
         self._commands.extend(Deliver(sink, tuple(messages)) for sink, messages in self._outbox.items())
         self._outbox.clear()
@@ -128,7 +142,7 @@ class LaneCore:
 
     @property
     def idle(self) -> bool:
-        return not self._by_request and not self._in_flight and not self.swap.in_flight
+        return not self._by_request and not self._launching.in_flight and not self.swap.in_flight
 
     @property
     def preemptions(self) -> int:
@@ -138,15 +152,18 @@ class LaneCore:
     def check(self) -> None:
         """Asserts that every block in use belongs to one sequence, and that idle means empty."""
         copying = self.swap.copying
-        flying = {id(s): s for _, sequences in self._in_flight.values() for s in sequences}
+        flights = self._launching.in_flight.values()
+        flying = {id(s): s for flight in flights for s in flight.sequences}
         flying |= {id(s): s for s in copying}
         self._residency.check(self._lanes.values(), (s for s in flying.values() if s.state == "ending"))
         self._neighbours.check()
+        self._weights.check(self._lanes, self._flying)
         live = {id(s) for lane in self._lanes.values() for s in lane}
         assert live == {id(s) for s in self._by_request.values()}, "requests and sequences differ"
         for sequence in flying.values():
-            count = sum(sequence in sequences for _, sequences in self._in_flight.values())
-            assert sequence.in_flight == count + (sequence in copying), sequence
+            lanes = [flight.plan.lane for flight in flights if sequence in flight.sequences]
+            assert sequence.in_flight == len(lanes) + (sequence in copying), sequence
+            assert all(lane == sequence.lane for lane in lanes), f"in two lanes at once: {sequence}"
 
     # Requests ------------------------------------------------------------------------------------------------------
 
@@ -163,7 +180,7 @@ class LaneCore:
         self._sequences += 1
         lane = self._lanes[start.model]
         due = now + PATIENCE * lane.pace.alone_s(start.prompt_tokens, start.sampling)
-        sequence = Sequence(self._sequences, self._sequences, start, due)
+        sequence = Sequence(self._sequences, self._sequences, start, due, came=now)
         self._by_request[start.request] = sequence
         self._fairness.arrives(sequence)
         lane.wait(sequence)
@@ -213,14 +230,12 @@ class LaneCore:
 
     # Steps that land -----------------------------------------------------------------------------------------------
 
-    def _land(self, done: StepDone) -> None:
-        plan, sequences = self._in_flight.pop(done.step)
-        self._lanes[plan.model].pace.step(done.seconds, sum(work.count for work in plan.work if work.count > 1))
+    def _land(self, now: float, done: StepDone) -> None:
+        plan, sequences = self._launching.landed(now, done.step, done)
         drawn = iter(zip(memoryview(done.tokens).cast("I"), done.stopped, strict=True))
         columns: dict[str, tuple[bytearray, bytearray, bytearray]] = {}
         ended: list[tuple[Sequence, FinishReason, str]] = []
         for work, sequence in zip(plan.work, sequences, strict=True):
-            sequence.in_flight -= 1
             if sequence.state == "running":
                 self.memory.landed(sequence, work.start + work.count)
             token, stopped = next(drawn) if work.sample else (0, 0)
@@ -248,10 +263,9 @@ class LaneCore:
         for sequence, reason, detail in ended:
             self._end(sequence, reason, detail)
 
-    def _fail_step(self, step: int, reason: str) -> None:
-        plan, sequences = self._in_flight.pop(step)
+    def _fail_step(self, now: float, step: int, reason: str) -> None:
+        plan, sequences = self._launching.landed(now, step, None)
         for sequence in sequences:
-            sequence.in_flight -= 1
             if sequence.state == "running":
                 self._end(sequence, "failed", f"a step of model {plan.model!r} failed: {reason}")
             elif sequence.state == "ending" and not sequence.in_flight:
@@ -267,13 +281,25 @@ class LaneCore:
         if slots := self._residency.vacate(now, self._lanes.values()):
             self._commands.append(SpillFreed(slots))
         self._residency.clean(self._lanes.values())
-        self._begin_copies()
-
-    def _begin_copies(self) -> None:
         self._commands.extend(self.swap.commands)
         self.swap.commands.clear()
 
-    def _copied(self, copy: int, whole: bool) -> None:
+    def _move_weights(self, now: float) -> None:
+        """Lets models come and go, where not all fit."""
+        commands, given_up = self._weights.decide(now, self._lanes, self._flying)
+        self._commands.extend(self.swap.commands)  # of those that were put aside
+        self.swap.commands.clear()
+        self._commands.extend(commands)
+        for model, reason in given_up:
+            for sequence in list(self._lanes[model]):
+                self._end(sequence, "failed", f"the weights of model {model!r} cannot be loaded: {reason}")
+
+    @property
+    def _flying(self) -> set[str]:
+        """Models with steps in flight."""
+        return {flight.plan.model for flight in self._launching.in_flight.values()}
+
+    def _copied(self, now: float, copy: int, whole: bool) -> None:
         sequence = self._residency.copied(self._lanes, copy, whole)
         if sequence is None:
             return
@@ -282,76 +308,5 @@ class LaneCore:
                 sequence.move("land")
                 self._bury(sequence)
         elif sequence.state == "running":
-            self._begin(sequence)
-
-    def _begin(self, sequence: Sequence) -> None:
-        """It is on the device, for the first time or again."""
-        if not sequence.started:
-            sequence.started = True
-            self._fairness.admits(sequence)
-            self._commands.append(Report(Started(sequence.start.request, sequence.start.epoch)))
-
-    # Steps that are launched -----------------------------------------------------------------------------------------
-
-    def _launch(self, now: float) -> None:
-        while len(self._in_flight) < STEPS_AHEAD:
-            busy = [lane for lane in self._lanes.values() if lane.running or lane.waiting or lane.going]
-            launched = any(self._launch_step(lane) for lane in self._policy.choose(now, busy))
-            self._begin_copies()
-            if launched:
-                continue
-            if self._in_flight or self.swap.in_flight or not self._residency.break_stall(busy):
-                return
-            self._begin_copies()
-
-    def _launch_step(self, lane: Lane) -> bool:
-        """Launches a step of this model if there is anything to compute: decodes first, so that a long prompt delays
-        no running answer of its model by more than a chunk; then prefills and newcomers, oldest first."""
-        work: list[Work] = []
-        sequences: list[Sequence] = []
-        budget = lane.step_tokens
-        for sequence in lane.running:
-            sequence.held = False  # whoever needed its blocks may be gone; if not, it says so again
-        for decode in (True, False):
-            for sequence in list(lane.running):
-                if budget == 0 or sequence.state != "running" or (sequence.pending == 1) != decode:
-                    continue
-                if (share := self._share(lane, sequence, budget)) is not None:
-                    budget -= share.count
-                    work.append(share)
-                    sequences.append(sequence)
-        while budget > 0 and (newcomer := self._residency.admit(lane)) is not None:
-            if newcomer.state == "loading":
-                continue
-            self._begin(newcomer)
-            share = self._share(lane, newcomer, budget)
-            assert share is not None, "a sequence is admitted with the blocks of its first steps"
-            budget -= share.count
-            work.append(share)
-            sequences.append(newcomer)
-        if not work:
-            return False
-        self._steps += 1
-        lane.launched = self._steps
-        plan = StepPlan(self._steps, lane.model, tuple(work))
-        self._in_flight[plan.step] = (plan, sequences)
-        self._commands.append(plan)
-        return True
-
-    def _share(self, lane: Lane, sequence: Sequence, budget: int) -> Work | None:
-        """This sequence's part of a step, or None if it has nothing to compute or no memory to put it."""
-        if sequence.exhausted or sequence.held or sequence.leaving:
-            return None
-        count = min(sequence.pending, budget)
-        if not self._residency.grow(lane, sequence, sequence.computed + count):
-            return None
-        kept, start = sequence.placed, sequence.computed
-        sequence.placed = len(sequence.blocks)
-        sequence.computed += count
-        sample = sequence.pending == 0
-        if sample:
-            sequence.known += 1
-            sequence.stretch += 1
-            self._fairness.draws(sequence)
-        sequence.in_flight += 1
-        return Work(sequence.number, start, count, kept, tuple(sequence.blocks[kept:]), sample)
+            sequence.began = now
+            self._launching.begin(sequence)

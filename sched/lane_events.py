@@ -6,25 +6,34 @@ from forebay.transport.messages import (
     CopyBlocks,
     CopyDone,
     CopyFailed,
+    EvictWeights,
     Message,
     OpenSequence,
+    RestoreWeights,
     Start,
     StepDone,
     StepFailed,
     StepPlan,
     ToFrontDoor,
     ToScheduler,
+    WeightsBack,
+    WeightsFailed,
+    WeightsGone,
 )
 
 
 class ModelOpened(Message, frozen=True):
-    """A model can run: its sequences may start. `popularity` as in `ModelSpec`."""
+    """A model can run: its sequences may start. `popularity` as in `ModelSpec`; `cost_name` is what the cost file calls
+    it, if not the same. `weight_bytes`: what its weights take, which are away and come when they are asked for
+    (RestoreWeights); 0: they are there, and stay."""
 
     model: str
     block_bytes: int
     max_sequences: int
     step_tokens: int
     popularity: float = 1.0
+    cost_name: str = ""
+    weight_bytes: int = 0
 
 
 class Reset(Message, frozen=True):
@@ -68,6 +77,9 @@ LaneEvent = (
     | SpillGrew
     | SpillRevoked
     | SlabsBack
+    | WeightsGone
+    | WeightsBack
+    | WeightsFailed
     | Tick
     | Reset
 )
@@ -124,4 +136,6 @@ LaneCommand = (
     | SpillFreed
     | LendSlabs
     | TakeBackSlabs
+    | EvictWeights
+    | RestoreWeights
 )

@@ -78,7 +78,7 @@ class LaneMemory:
         self.pool.release(sequence.model, sequence.blocks)
         sequence.blocks.clear()
         sequence.computed = sequence.landed = sequence.placed = sequence.published = 0
-        sequence.held = False
+        sequence.held = None
 
     def adapt(self, now: float, lanes: Iterable[Lane]) -> None:
         """Lets quotas follow the load, every ADAPT_S seconds."""

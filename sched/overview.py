@@ -63,4 +63,7 @@ def _model_status(model: Model, workers: Workers) -> ModelStatus:
         next((replica.reason for replica in replicas if replica.reason), ""),
         model.prompt_tokens,
         model.cached_tokens,
+        model.evictions,
+        model.restores,
+        model.restore_seconds,
     )

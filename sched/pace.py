@@ -25,6 +25,10 @@ class Pace:
         else:
             self.decode_s += SMOOTHING * (seconds - self.decode_s)
 
+    def prefill(self, seconds: float, prompt_tokens: int) -> None:
+        """A step of prefills alone took `seconds`."""
+        self.prefill_s += SMOOTHING * (seconds / prompt_tokens - self.prefill_s)
+
     def ended(self, generated: int, max_tokens: int) -> None:
         self.length += SMOOTHING * (generated / max_tokens - self.length)
 

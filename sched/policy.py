@@ -1,14 +1,13 @@
 """Which model's step comes next on a device. One policy a class: the lane core asks for models in order of preference
 and launches the first that can make a step. Policies keep no state: lanes know when they last ran.
 
-A step of a model holds prefills and decodes alike: its weights are read once for both. The names are MuxServe's (ICML
-2024), with `fcfs` as its other word for `temporal`.
+A step of a model holds prefills and decodes alike: its weights are read once for both. Where decodes have lanes of
+their own (partition.py), a policy chooses whose prefill is next. The names are MuxServe's (ICML 2024), with `fcfs` as
+its other word for `temporal`.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
-
-from forebay.sched.sequence import Lane
+from typing import Literal, Protocol, TypeVar
 
 Division = Literal["shared", "fixed", "adaptive"]
 """How the pool's memory is divided: first come first served, by quotas, or by quotas that move with the load."""
@@ -20,11 +19,32 @@ TURNS = 3
 """Under adbs every model with something to do gets one step in so many times the number of such models."""
 
 
+class Contender(Protocol):
+    """A model that could take a step."""
+
+    @property
+    def launched(self) -> int:
+        """The number of its latest turn, 0 before the first."""
+        ...
+
+    @property
+    def oldest(self) -> int:
+        """Arrival of its oldest sequence."""
+        ...
+
+    def due(self, now: float) -> float | None:
+        """When the first of its answers is due that is not late yet; None where all are late."""
+        ...
+
+
+Model = TypeVar("Model", bound=Contender)
+
+
 class Policy(Protocol):
     name: str
     division: Division
 
-    def choose(self, now: float, lanes: Sequence[Lane]) -> Iterable[Lane]:
+    def choose(self, now: float, lanes: Sequence[Model]) -> Iterable[Model]:
         """Models to launch a step of next, the best first. `lanes` are those with sequences."""
         ...
 
@@ -35,7 +55,7 @@ class RoundRobin:
     name = "roundrobin"
     division: Division = "shared"
 
-    def choose(self, now: float, lanes: Sequence[Lane]) -> Iterable[Lane]:
+    def choose(self, now: float, lanes: Sequence[Model]) -> Iterable[Model]:
         return sorted(lanes, key=lambda lane: (lane.launched, lane.oldest))
 
 
@@ -45,7 +65,7 @@ class Temporal:
     name = "temporal"
     division: Division = "shared"
 
-    def choose(self, now: float, lanes: Sequence[Lane]) -> Iterable[Lane]:
+    def choose(self, now: float, lanes: Sequence[Model]) -> Iterable[Model]:
         return sorted(lanes, key=lambda lane: lane.oldest)
 
 
@@ -61,10 +81,10 @@ class AdaptiveBatching:
     name = "adbs"
     division: Division = "adaptive"
 
-    def choose(self, now: float, lanes: Sequence[Lane]) -> Iterable[Lane]:
+    def choose(self, now: float, lanes: Sequence[Model]) -> Iterable[Model]:
         newest = max((lane.launched for lane in lanes), default=0)
 
-        def rank(lane: Lane) -> tuple[int, float]:
+        def rank(lane: Model) -> tuple[int, float]:
             if newest - lane.launched > TURNS * len(lanes):
                 return 0, lane.launched
             due = lane.due(now)

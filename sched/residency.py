@@ -40,16 +40,24 @@ class Residency:
 
     # Who comes -------------------------------------------------------------------------------------------------------
 
-    def admit(self, lane: Lane) -> Sequence | None:
+    def admit(self, lane: Lane, spilled_only: bool = False) -> Sequence | None:
         """The waiting or spilled sequence that is next, now running or being loaded, with blocks for all that is known
         of it, if there is room.
 
         While one waits for memory that others hold, none of any model that ranks behind it is admitted: else a stream
         of small requests would keep a large one waiting for ever. One that waits for its own model's quota delays only
-        that."""
-        lane.blocked = ""
+        that. With `spilled_only` it is admitted only if it was here before and its blocks are in the arena."""
+        if spilled_only:
+            if not self.swap.space.capacity or not lane.waiting:
+                return None
+        else:
+            lane.blocked = ""
+        if not lane.admits:
+            return None
         candidates = [sequence for sequence in lane.waiting if not sequence.in_flight]
         if not candidates:
+            return None
+        if spilled_only and min(candidates, key=self.fairness.rank).state != "spilled":
             return None
         if len(lane.running) >= lane.max_sequences:
             lane.blocked = "slots"
@@ -95,7 +103,7 @@ class Residency:
             if victim is sequence:
                 return False
             if victim.in_flight:  # its blocks are in use until that step, or copy, lands
-                victim.held = True
+                victim.held = sequence
                 return False
             self._preempt(lane, victim)
         return True
@@ -135,13 +143,21 @@ class Residency:
         spills = self.swap.space.capacity > 0
         return self.fairness.gives_way(runner, candidate, slice_tokens(runner, spills))
 
+    def put_aside(self, lane: Lane, but: Sequence | None) -> None:
+        """All that runs but one makes room, because the model's weights are to leave; what is in flight does when it
+        lands."""
+        for sequence in lane.running:
+            sequence.leaving = sequence is not but
+        self._send_off(lane)
+
     def _send_off(self, lane: Lane) -> None:
         for sequence in [s for s in lane.running if s.leaving and not s.in_flight]:
             self._preempt(lane, sequence)
 
     def _preempt(self, lane: Lane, victim: Sequence) -> None:
         lane.running.remove(victim)
-        victim.held = victim.leaving = False
+        victim.held = None
+        victim.leaving = False
         self.preemptions += 1
         if not self.swap.spill(victim):
             victim.move("preempt")

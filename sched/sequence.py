@@ -8,7 +8,7 @@ from typing import Literal
 from forebay.sched.pace import Pace
 from forebay.sched.prefix import KeyChain
 from forebay.sched.states import SEQUENCE, move
-from forebay.transport.messages import BLOCK_TOKENS, Start
+from forebay.transport.messages import BLOCK_TOKENS, LaneKind, Start
 
 
 @dataclass(slots=True, eq=False)
@@ -18,13 +18,14 @@ class Sequence:
     `known` counts the tokens that exist or that a step in flight will have drawn by the time the next one runs;
     `computed` those whose keys and values are in blocks, or will be, `landed` those of which it is certain. `delivered`
     counts output tokens that were handed out. `in_flight` counts steps and copies that were launched and have not
-    landed. The first `placed` of its blocks are in the runner's table, the first `published` can be found by others.
-    `cached` tokens of what it came with were found in blocks that others had computed. `held`: it makes room for an
-    older one, and is not launched in the step that is being planned; `leaving`: it makes room for one that has had
-    less, and is launched no more until it was away. `stretch` counts the tokens that it has drawn since it came (back)
-    onto the device, `away_since` is the fairness policy's. While it is spilled, or on its way, `away` names the block
-    of the arena that holds each of its blocks, None where only the text is known, of `saved` tokens together. `started`
-    and `reported`: the scheduler was told of its start, everybody of its end. `due`: when it should have ended."""
+    landed; the steps are all in `lane`. The first `placed` of its blocks are in the runner's table, the first
+    `published` can be found by others. `cached` tokens of what it came with were found in blocks that others had
+    computed. `held`: it makes room for that one, and is not launched until that one was planned anew; `leaving`: it
+    makes room for one that has had less, and is launched no more until it was away. `stretch` counts the tokens that it
+    has drawn since it came (back) onto the device, at `began`; `away_since` is the fairness policy's. While it is
+    spilled, or on its way, `away` names the block of the arena that holds each of its blocks, None where only the text
+    is known, of `saved` tokens together. `started` and `reported`: the scheduler was told of its start, everybody of
+    its end. `came`: when it did, `due`: when it should have ended."""
 
     number: int
     arrival: int
@@ -40,7 +41,7 @@ class Sequence:
     placed: int = 0
     published: int = 0
     cached: int = 0
-    held: bool = False
+    held: "Sequence | None" = None
     leaving: bool = False
     stretch: int = 0
     away_since: int = 0
@@ -48,6 +49,9 @@ class Sequence:
     saved: int = 0
     started: bool = False
     reported: bool = False
+    lane: LaneKind = "mixed"
+    came: float = 0.0
+    began: float = 0.0
     keys: KeyChain = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +102,7 @@ class Lane:
     """One model on this device. `waiting` are those without memory, spilled ones among them, `running` those with, or
     being loaded, `going` those whose blocks are being written to the arena; the first two oldest first. `blocked`: what
     the next one waited for when it was last looked at. `launched` is the number of its latest step, 0 before the first.
-    """
+    `present`: its weights are on the device; `admits`: and are to stay, so that new sequences may have memory."""
 
     model: str
     block_bytes: int
@@ -110,6 +114,8 @@ class Lane:
     launched: int = 0
     pace: Pace = field(default_factory=Pace)
     blocked: Blocked = ""
+    present: bool = True
+    admits: bool = True
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence)

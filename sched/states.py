@@ -87,6 +87,17 @@ LEASE: Final[Table] = {
     "over": {},
 }
 
+WEIGHTS: Final[Table] = {
+    # A model's weights as the worker's lane core sees them, where not all fit the device at once. They have no last
+    # state: as long as the worker lives they may come and go. `draining`: nothing new of the model is admitted, and
+    # what runs ends or makes room, until nobody needs them.
+    "away": {"restore": "coming"},
+    "coming": {"back": "resident", "fail": "away"},
+    "resident": {"drain": "draining"},
+    "draining": {"keep": "resident", "evict": "leaving"},
+    "leaving": {"gone": "away", "fail": "resident"},
+}
+
 TABLES: Final[Mapping[str, Table]] = {
     "request": REQUEST,
     "worker": WORKER,
@@ -94,4 +105,5 @@ TABLES: Final[Mapping[str, Table]] = {
     "sequence": SEQUENCE,
     "slab": SLAB,
     "lease": LEASE,
+    "weights": WEIGHTS,
 }

@@ -20,6 +20,7 @@ from forebay.sched.central_events import CentralEvent, CentralSettings, Dismiss,
 from forebay.sched.central_events import Send as SendTo
 from forebay.sched.lane import LaneCore
 from forebay.sched.lane_events import Deliver, LaneEvent, ModelOpened, Report, Reset
+from forebay.sched.partition import make_partition
 from forebay.sched.policy import AdaptiveBatching
 from forebay.transport.codec import encode, read_to_front_door, read_to_scheduler, read_to_worker
 from forebay.transport.messages import (
@@ -70,12 +71,27 @@ class Worker:
 
     id: str
     gpu: str
-    core: LaneCore = field(default_factory=lambda: LaneCore(BlockPool(4, 1000), AdaptiveBatching()))
+    partition: str = "none"
+    core: LaneCore = field(init=False)
     opened: set[str] = field(default_factory=set)
     sequences: dict[int, tuple[int, int]] = field(default_factory=dict)  # -> identity, next output index
     flying: deque[tuple[StepPlan, StepDone]] = field(default_factory=deque)
     session: Session = field(default_factory=Session)
     frozen: bool = False
+
+    def __post_init__(self) -> None:
+        partition = make_partition(self.partition)
+        self.core = LaneCore(BlockPool(4, 1000), AdaptiveBatching(), partition=partition)
+
+    def next_to_land(self, any_of: int) -> StepDone:
+        """A step that runs lands: each lane's steps in their order, lanes in any."""
+        heads: dict[tuple[str, str], int] = {}
+        for index, (plan, _) in enumerate(self.flying):
+            heads.setdefault((plan.lane, plan.model if plan.lane == "decode" else ""), index)
+        index = list(heads.values())[any_of % len(heads)]
+        _, done = self.flying[index]
+        del self.flying[index]
+        return done
 
     def join(self) -> Join:
         return Join(PROTOCOL_VERSION, self.session.renew(), self.gpu, 1, "host")
@@ -92,8 +108,13 @@ class Worker:
 
 
 class AnyOrder(RuleBasedStateMachine):
+    partition = "none"
+
     @initialize()
     def begin(self) -> None:
+        self.set_up()
+
+    def set_up(self) -> None:
         self.now = 0.0
         self.central = CentralCore(SETTINGS)
         self.links: dict[tuple[str, str], deque[bytes]] = {}
@@ -144,7 +165,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def born(self, gpu: str) -> None:
         self.births += 1
-        worker = Worker(f"w{self.births}", gpu)
+        worker = Worker(f"w{self.births}", gpu, self.partition)
         self.workers[worker.id] = worker
         self.post(worker.id, "central", worker.join())
 
@@ -212,9 +233,10 @@ class AnyOrder(RuleBasedStateMachine):
     def land(self, data: st.DataObject, steps: int) -> None:
         busy = sorted(w.id for w in self.workers.values() if w.flying and not w.frozen)
         worker = self.workers[data.draw(st.sampled_from(busy))]
-        for _ in range(min(steps, len(worker.flying))):
-            _, done = worker.flying.popleft()
-            self.lane(worker, done)
+        any_of = data.draw(st.integers(0, 2))
+        for _ in range(steps):
+            if worker.flying:
+                self.lane(worker, worker.next_to_land(any_of))
 
     @rule(data=st.data(), heard=st.booleans())
     def kill(self, data: st.DataObject, heard: bool) -> None:
@@ -262,7 +284,7 @@ class AnyOrder(RuleBasedStateMachine):
                     self.carry(link)
             for worker in busy:
                 if worker.flying:
-                    self.lane(worker, worker.flying.popleft()[1])
+                    self.lane(worker, worker.next_to_land(len(worker.flying)))
         raise AssertionError("it goes on for ever")
 
     def teardown(self) -> None:
@@ -295,3 +317,17 @@ class AnyOrder(RuleBasedStateMachine):
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
 TestAnyOrder.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+
+
+class AnyOrderInLanes(AnyOrder):
+    """Each worker has lanes for decodes and for prefills, which land in any order."""
+
+    @initialize(partition=st.sampled_from(["streams", "auto"]))
+    def begin(self, partition: str) -> None:  # type: ignore[override]
+        self.partition = partition
+        self.set_up()
+
+
+TestAnyOrderInLanes = AnyOrderInLanes.TestCase
+TestAnyOrderInLanes.pytestmark = TestAnyOrder.pytestmark
+TestAnyOrderInLanes.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)

@@ -16,7 +16,7 @@ COMMAND = Path(sys.executable).with_name("forebay")
     [
         (["--help"], 0, "joins a scheduler"),
         ([], 2, "usage: forebay COMMAND"),
-        (["serve"], 2, "there is no command 'serve' (there is: scheduler, worker, convert, journal)"),
+        (["serve"], 2, "there is no command 'serve' (there is: scheduler, worker, mps, convert, journal)"),
         (["--version"], 0, f"forebay {__version__}\n"),
         (["scheduler", "--help"], 0, "--ready-file"),
         (["worker", "--help"], 0, "--gpu"),

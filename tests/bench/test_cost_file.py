@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.bench.cost_file import Setting, read_cost_file
+from forebay.bench.cost_file import Phase, Setting, read_cost_file, write_cost_file
 from forebay.bench.errors import BenchError
 
 
@@ -85,3 +85,21 @@ def test_truncated_and_missing_files(path: Path) -> None:
     path.write_text(json.dumps(costs())[:-5])
     with pytest.raises(BenchError, match=r"costs\.json: not whole JSON"):
         read_cost_file(path)
+
+
+def test_what_is_written_is_read_again(path: Path) -> None:
+    written: dict[str, dict[Setting, dict[Phase, float | None]]] = {
+        "b": {Setting(1, 100, 2, 64): {"prefill": 1.25, "decoding": None}},
+        "a": {
+            Setting(2, 30, 1, 32): {"prefill": None, "decoding": None},
+            Setting(1, 100, 1, 32): {"prefill": 0.5, "decoding": 1234.5},
+        },
+    }
+    write_cost_file(path, written)
+    assert json.loads(path.read_text())["b"] == {"1": {"100": {"2": {"64": {"prefill": 1.25, "decoding": -1}}}}}
+    file = read_cost_file(path)
+    for model, settings in written.items():
+        assert file.settings(model) == sorted(settings)
+        for setting, phases in settings.items():
+            for phase, value in phases.items():
+                assert file.milliseconds(model, setting, phase) == value

@@ -8,6 +8,7 @@ import pytest
 
 from forebay.runtime.config import Configuration, ConfigurationError, load, parse, parse_bytes
 from forebay.runtime.config_document import document
+from forebay.transport.messages import Targets
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -126,6 +127,15 @@ def change(raw: dict[str, Any], path: str, value: Any) -> None:
             True,
             ["devices[0].weights_borrow", "a CPU device reads weights from their files"],
         ),
+        ("devices.0.partition", "both", ["devices[0].partition", "'both'"]),
+        ("devices.0.partition", "green", ["devices[0].partition", "'green' is for cuda devices", "cpu:0 has no SMs"]),
+        ("devices.0.mps", "here", ["devices[0].mps", "for cuda devices"]),
+        ("devices.0.mps_percentage", 101, ["devices[0].mps_percentage", "<= 100", "101"]),
+        ("devices.0.mps_percentage", 0, ["devices[0].mps_percentage", ">= 1"]),
+        ("devices.0.mps_percentage", 50, ["devices[0].mps_percentage", "50 needs `mps`"]),
+        ("models.0.targets.tpot", -1, ["models[0].targets.tpot", ">= 0"]),
+        ("costs", "missing.json", ["costs", "missing.json", "No such file"]),
+        ("costs", "model/config.json", ["costs", "top level", "at least one member"]),
         ("lending.ttl", 0, ["lending.ttl", "> 0"]),
         ("lending.uids", [7], ["lending.uids", "[7]", "set endpoint to ipc://"]),
         ("lending.uids", [-1], ["lending.uids", ">= 0"]),
@@ -160,6 +170,25 @@ def test_a_token_opens_http_beyond_loopback_and_is_never_repeated(raw: dict[str,
     with pytest.raises(ConfigurationError) as error:
         parse(raw, "x.yaml", tmp_path)
     assert "se cret" not in str(error.value)
+
+
+def test_how_a_gpu_is_shared_is_in_its_settings(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["devices"].append({"device": "cuda:0", "partition": "green", "mps": "mps", "mps_percentage": 40})
+    raw["models"][0] |= {"placement": ["cuda:0"], "targets": {"tpot": 0.01}}
+    raw["trace"] = "traces"
+    configuration = parse(raw, "x.yaml", tmp_path)
+    settings = configuration.device_settings(cores=1)
+    assert (settings["cuda:0"].partition, settings["cpu:0"].partition) == ("green", "auto")
+    assert settings["cuda:0"].targets == {"a": Targets(0.0, 0.01)}
+    assert settings["cpu:0"].targets == {}
+    assert configuration.devices[2].mps == str(tmp_path / "mps")
+    assert configuration.trace == str(tmp_path / "traces")
+    raw["policy"] = "fcfs"
+    raw["devices"][2]["partition"] = "auto"
+    assert parse(raw, "x.yaml", tmp_path).device_settings(cores=1)["cuda:0"].partition == "none"
+    raw["devices"][2]["partition"] = "green"
+    with pytest.raises(ConfigurationError, match="'green' shares the device, but policy 'fcfs' gives it to one model"):
+        parse(raw, "x.yaml", tmp_path)
 
 
 def test_what_a_device_lends_and_spills_is_in_its_settings(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -7,33 +7,40 @@ from typing import Any
 
 import pytest
 
-from forebay.runtime.recording import Header, JournalError, LaneSettings, Recorder, replay
+from forebay.runtime.recording import Header, JournalError, LaneSettings, Recorder, make_lane_core, replay
+from forebay.sched.cost_table import CostRow
 from forebay.sched.lane_events import ModelOpened, SpillRevoked, Tick
-from forebay.transport.messages import PROTOCOL_VERSION, Cancel
-from tests.sched.world import World, make_world, start
+from forebay.transport.messages import PROTOCOL_VERSION, Cancel, Targets
+from tests.sched.world import World, start
 
 SETTINGS = LaneSettings(3, 1200, "adbs", True, "cfs", 6, 2, True)
 
 
 def recorded(folder: Path, settings: LaneSettings) -> tuple[World, Recorder[Any, Any]]:
     """A world whose core writes down what enters it."""
-    world = make_world(
-        settings.slabs, settings.slab_bytes, settings.policy, settings.prefix_cache, settings.fairness,
-        settings.host_slots, settings.arena_slots - settings.host_slots, settings.lend,
-    )  # fmt: skip
+    world = World(make_lane_core(settings))
     core: Any = SimpleNamespace(handle=world.core.handle)
     recorder: Recorder[Any, Any] = Recorder(core, Header(PROTOCOL_VERSION, "lane", settings), folder)
     world.core.handle = recorder.handle  # type: ignore[method-assign,assignment]
     return world, recorder
 
 
-@pytest.mark.parametrize("fairness", ["fcfs", "cfs", "vtc"])
-def test_it_replays(tmp_path: Path, fairness: str) -> None:
-    random = Random(fairness)
-    settings = LaneSettings(3, 1200, "adbs", True, fairness, 6, 2, True)
+COSTS = (CostRow("m", 1, 100, 1, 16, 1.0, 1.0), CostRow("m", 1, 100, 4, 64, 9.0, 2.0))
+IN_LANES = {
+    "streams": LaneSettings(3, 1200, "adbs", True, "fcfs", 6, 2, True, partition="streams"),
+    "auto": LaneSettings(
+        3, 1200, "adbs", True, "cfs", 6, 2, True, partition="auto", targets={"a": Targets(0.1, 0.002)}, costs=COSTS
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["fcfs", "cfs", "vtc", *IN_LANES])
+def test_it_replays(tmp_path: Path, kind: str) -> None:
+    random = Random(kind)
+    settings = IN_LANES.get(kind) or LaneSettings(3, 1200, "adbs", True, kind, 6, 2, True)
     world, recorder = recorded(tmp_path, settings)
     world.check_every = 20
-    world.send(ModelOpened("a", 100, 4, 32))
+    world.send(ModelOpened("a", 100, 4, 32, cost_name="m"))
     world.send(ModelOpened("b", 260, 4, 32))
     world.now += 11
     world.send(Tick())
@@ -47,7 +54,7 @@ def test_it_replays(tmp_path: Path, fairness: str) -> None:
             if world.copies and random.random() < 0.7:
                 world.land_copy(random.randrange(len(world.copies)), random.random() < 0.1)
             elif world.flying:
-                world.land()
+                world.land(plan=random.choice(world.heads()))
         if world.to_come:
             world.give_back(tuple(world.contents.absent))
         if request == 20:

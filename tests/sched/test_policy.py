@@ -2,8 +2,8 @@
 
 import pytest
 
-from forebay.sched.lane import STEPS_AHEAD
 from forebay.sched.lane_events import ModelOpened
+from forebay.sched.launching import STEPS_AHEAD
 from forebay.sched.policy import POLICIES, TURNS
 from tests.sched.world import World, make_world, start
 

@@ -3,6 +3,7 @@
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from forebay.sched.blocks import BlockPool
 from forebay.sched.fairness import make_fairness
@@ -21,6 +22,8 @@ from forebay.sched.lane_events import (
     TakeBackSlabs,
     WantSpill,
 )
+from forebay.sched.launching import STEPS_AHEAD
+from forebay.sched.partition import make_partition
 from forebay.sched.policy import POLICIES
 from forebay.sched.spill import SpillSpace
 from forebay.transport.messages import (
@@ -30,14 +33,20 @@ from forebay.transport.messages import (
     CopyDone,
     CopyFailed,
     Ended,
+    EvictWeights,
     Finished,
     OpenSequence,
+    RestoreWeights,
     Sampling,
     Start,
     StepDone,
     StepFailed,
     StepPlan,
     Tokens,
+    WeightsBack,
+    WeightsFailed,
+    WeightsGone,
+    WeightsMoved,
     Work,
 )
 
@@ -129,12 +138,15 @@ class World:
         self.started: set[tuple[int, int]] = set()
         self.plans: list[StepPlan] = []
         self.found = 0
+        self.weights: dict[str, Literal["there", "away", "coming", "leaving"]] = {}
+        self.moved: list[WeightsMoved] = []
 
     def send(self, event: LaneEvent) -> list[LaneCommand]:
         self.now += 0.001
         if isinstance(event, ModelOpened):
             self.contents.block_bytes[event.model] = event.block_bytes
             self.arena.block_bytes[event.model] = event.block_bytes
+            self.weights[event.model] = "away" if event.weight_bytes else "there"
         if isinstance(event, SpillRevoked):
             self.due |= dict.fromkeys(set(event.slots) - self.arena.absent, self.now + event.deadline_s)
         commands = self.core.handle(self.now, event)
@@ -167,6 +179,17 @@ class World:
         self.copied[copy.kind] = self.copied.get(copy.kind, 0) + len(copy.source)
         self.send(CopyFailed(copy.copy, "boom") if fail else CopyDone(copy.copy))
 
+    def moving(self) -> list[str]:
+        """Models whose weights are on their way."""
+        return [model for model, where in self.weights.items() if where in ("coming", "leaving")]
+
+    def land_weights(self, model: str, fail: bool = False, seconds: float = 0.01) -> None:
+        """A model's weights have come or gone, or have not."""
+        came = self.weights[model] == "coming"
+        self.weights[model] = "there" if came != fail else "away"
+        gone_or_back = WeightsBack(model, seconds) if came else WeightsGone(model)
+        self.send(WeightsFailed(model, "boom") if fail else gone_or_back)
+
     def _ranges(self, copy: CopyBlocks) -> tuple[Contents, Contents]:
         pool, arena = self.contents, self.arena
         return {"out": (pool, arena), "in": (arena, pool), "move": (arena, arena)}[copy.kind]
@@ -182,18 +205,38 @@ class World:
         self.to_come = max(0, self.to_come - len(slabs))
         self.send(SlabsBack(slabs))
 
-    def land(self, stops: frozenset[int] = frozenset(), invalid: frozenset[int] = frozenset()) -> StepPlan:
-        """The oldest step in flight ends; `stops` and `invalid` are sequences whose token stops, or means nothing."""
-        plan = self.flying.popleft()
+    def heads(self) -> list[StepPlan]:
+        """The steps that run: of each lane the oldest in flight. Any of them may land next."""
+        first: dict[object, StepPlan] = {}
+        for plan in self.flying:
+            first.setdefault(lane_of(plan), plan)
+        return list(first.values())
+
+    def land(
+        self,
+        stops: frozenset[int] = frozenset(),
+        invalid: frozenset[int] = frozenset(),
+        plan: StepPlan | None = None,
+        seconds: float = 0.001,
+    ) -> StepPlan:
+        """A step in flight ends, the oldest if none is named; `stops` and `invalid` are sequences whose token stops, or
+        means nothing."""
+        plan = self._over(plan)
         sampled = [work.sequence for work in plan.work if work.sample]
         tokens = array("I", [self.draw(sequence) for sequence in sampled])
         flags = bytes(2 if s in invalid else 1 if s in stops else 0 for s in sampled)
-        self.send(StepDone(plan.step, tokens.tobytes(), flags, 0.001))
+        self.send(StepDone(plan.step, tokens.tobytes(), flags, seconds))
         return plan
 
-    def fail(self) -> None:
-        """The oldest step in flight raises: what it should have written is not there."""
-        plan = self.flying.popleft()
+    def _over(self, plan: StepPlan | None) -> StepPlan:
+        plan = plan or self.flying[0]
+        assert plan in self.heads(), "lanes do not overtake themselves"
+        self.flying.remove(plan)
+        return plan
+
+    def fail(self, plan: StepPlan | None = None) -> None:
+        """A step in flight raises: what it should have written is not there."""
+        plan = self._over(plan)
         for work in plan.work:
             mirror = self.sequences[work.sequence]
             for index in range(work.start // BLOCK_TOKENS, -(-(work.start + work.count) // BLOCK_TOKENS)):
@@ -209,13 +252,17 @@ class World:
         return token
 
     def run_dry(self, bound: int = 10_000) -> None:
-        while self.flying or self.copies or (self.contents.absent and not self.core.idle):
+        """Lands what is in flight until nothing is; now one lane lags behind, now another."""
+        while self.flying or self.copies or self.moving() or (self.contents.absent and not self.core.idle):
             bound -= 1
             assert bound, "the core goes on for ever"
             if self.copies and (bound % 2 or not self.flying):
                 self.land_copy()
+            elif self.moving() and (bound % 3 == 0 or not self.flying):
+                self.land_weights(self.moving()[0])
             elif self.flying:
-                self.land()
+                heads = self.heads()
+                self.land(plan=heads[bound % len(heads)])
             else:
                 assert self.to_come, "it waits for memory that it has lent and does not ask back"
                 self.give_back(tuple(self.contents.absent))
@@ -254,6 +301,15 @@ class World:
                 key = (ended.request, ended.epoch)
                 assert key not in self.reported, f"{key} ended twice"
                 self.reported[key] = ended
+            case RestoreWeights(model):
+                assert self.weights[model] == "away"
+                self.weights[model] = "coming"
+            case EvictWeights(model):
+                assert self.weights[model] == "there"
+                assert not any(plan.model == model for plan in self.flying), "weights leave under a step"
+                self.weights[model] = "leaving"
+            case Report(WeightsMoved() as moved):
+                self.moved.append(moved)
             case Report(message):
                 key = (message.request, message.epoch)  # type: ignore[union-attr]
                 assert key not in self.started, f"{key} started twice"
@@ -275,6 +331,7 @@ class World:
 
     def _launch(self, plan: StepPlan) -> None:
         assert plan.work, "an empty step"
+        assert self.weights[plan.model] == "there", "a step without weights"
         assert len({work.sequence for work in plan.work}) == len(plan.work), "a sequence twice in a step"
         for work in plan.work:
             mirror = self.sequences[work.sequence]
@@ -294,7 +351,13 @@ class World:
             assert len(mirror.table) * BLOCK_TOKENS >= mirror.computed, "no block for a token"
             assert work.sample == (mirror.computed == mirror.known)
             mirror.known += work.sample
+        elsewhere = {
+            work.sequence for flying in self.flying if lane_of(flying) != lane_of(plan) for work in flying.work
+        }
+        assert not elsewhere & {work.sequence for work in plan.work}, "a sequence in two lanes at once"
         self.flying.append(plan)
+        ahead = sum(lane_of(flying) == lane_of(plan) for flying in self.flying)
+        assert ahead <= STEPS_AHEAD, f"{ahead} steps in flight in lane {lane_of(plan)}"
         self.plans.append(plan)
         self._check_shared()
 
@@ -333,6 +396,11 @@ class World:
                 self.finished[request, epoch] = message
 
 
+def lane_of(plan: StepPlan) -> tuple[str, str]:
+    """Each model has a lane of its own for decodes; the others are the device's."""
+    return plan.lane, plan.model if plan.lane == "decode" else ""
+
+
 def make_world(
     slabs: int = 8,
     slab_bytes: int = 1024,
@@ -342,11 +410,23 @@ def make_world(
     host_slots: int = 0,
     lent_slots: int = 0,
     lend: bool = False,
+    partition: str = "none",
+    weights_memory: int = 0,
 ) -> World:
     """`lent_slots`: so many slots of the arena may hold memory of others; none do at first."""
     space = SpillSpace(host_slots + lent_slots, host_slots, slab_bytes)
     pool = BlockPool(slabs, slab_bytes)
-    return World(LaneCore(pool, POLICIES[policy](), prefix_cache, make_fairness(fairness), space, lend))
+    core = LaneCore(
+        pool,
+        POLICIES[policy](),
+        prefix_cache,
+        make_fairness(fairness),
+        space,
+        lend,
+        make_partition(partition),
+        weights_memory,
+    )
+    return World(core)
 
 
 def start(

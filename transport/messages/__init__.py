@@ -1,7 +1,7 @@
 """All messages, by receiver. One union for each direction; a reader decodes to it and matches on the type."""
 
 from forebay.transport.messages.base import PROTOCOL_VERSION, Message, Part
-from forebay.transport.messages.common import DeviceSettings, FinishReason, Heartbeat, ModelSpec, Sampling
+from forebay.transport.messages.common import DeviceSettings, FinishReason, Heartbeat, ModelSpec, Sampling, Targets
 from forebay.transport.messages.lending import (
     Answered,
     AskLending,
@@ -42,10 +42,16 @@ from forebay.transport.messages.steps import (
     CopyBlocks,
     CopyDone,
     CopyFailed,
+    EvictWeights,
+    LaneKind,
     OpenSequence,
+    RestoreWeights,
     StepDone,
     StepFailed,
     StepPlan,
+    WeightsBack,
+    WeightsFailed,
+    WeightsGone,
     Work,
 )
 from forebay.transport.messages.to_front_door import (
@@ -77,6 +83,7 @@ from forebay.transport.messages.to_scheduler import (
     Started,
     Submit,
     ToScheduler,
+    WeightsMoved,
 )
 from forebay.transport.messages.to_worker import Cancel, Load, Refused, Rejoin, Start, Stop, ToWorker, Welcome
 
@@ -103,6 +110,7 @@ __all__ = [
     "Detach",
     "DeviceSettings",
     "Ended",
+    "EvictWeights",
     "FinishReason",
     "Finished",
     "FromParty",
@@ -113,6 +121,7 @@ __all__ = [
     "Holding",
     "Interrupted",
     "Join",
+    "LaneKind",
     "LeaseOver",
     "LeaseState",
     "LeaseStatus",
@@ -143,6 +152,7 @@ __all__ = [
     "Rejected",
     "Rejoin",
     "Release",
+    "RestoreWeights",
     "Returned",
     "Revoke",
     "RevokeLease",
@@ -157,6 +167,7 @@ __all__ = [
     "Stop",
     "Submit",
     "TakeBack",
+    "Targets",
     "ToFrontDoor",
     "ToParty",
     "ToPartyLink",
@@ -164,6 +175,10 @@ __all__ = [
     "ToWorker",
     "Tokens",
     "Unmap",
+    "WeightsBack",
+    "WeightsFailed",
+    "WeightsGone",
+    "WeightsMoved",
     "Welcome",
     "Work",
     "WorkerState",

@@ -8,6 +8,8 @@ from typing import Literal
 from forebay.transport.messages.base import Message, Part
 from forebay.transport.messages.common import Sampling
 
+LaneKind = Literal["mixed", "decode", "prefill"]
+
 BLOCK_TOKENS = 16
 """Tokens in a KV block, of whatever model."""
 
@@ -47,11 +49,19 @@ class Work(Part, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """One forward pass of one model over a packed batch."""
+    """One forward pass of one model over a packed batch.
+
+    `lane` is where it runs: steps of a lane run one after the other, in the order of their launch; lanes overlap. Each
+    model has a "decode" lane, the device one "prefill" lane and one "mixed" lane (the only one where it is not
+    partitioned, as on a CPU device). Prefills may go along in a step of a decode lane. A sequence is in flight in one
+    lane at a time. `share`: per cent of the device's
+    SMs that it may use, one of those that were made ahead (see sched/partition.py); 0: no bound."""
 
     step: int
     model: str
     work: tuple[Work, ...]
+    lane: LaneKind = "mixed"
+    share: int = 0
 
 
 class StepDone(Message, frozen=True):
@@ -95,4 +105,38 @@ class CopyFailed(Message, frozen=True):
     """What is at the copy's target means nothing, and what is at its source may mean nothing either."""
 
     copy: int
+    reason: str
+
+
+class EvictWeights(Message, frozen=True):
+    """A model's weights give their memory up; nothing in flight needs them. Answered by `WeightsGone` or
+    `WeightsFailed` (they are still there)."""
+
+    model: str
+
+
+class RestoreWeights(Message, frozen=True):
+    """A model's weights come (back) onto the device. Answered by `WeightsBack` or `WeightsFailed` (they are not
+    there, and hold no memory)."""
+
+    model: str
+
+
+class WeightsGone(Message, frozen=True):
+    """The memory of a model's weights is free."""
+
+    model: str
+
+
+class WeightsBack(Message, frozen=True):
+    """A model can take steps; bringing its weights took `seconds`."""
+
+    model: str
+    seconds: float
+
+
+class WeightsFailed(Message, frozen=True):
+    """Bringing a model's weights, or making room, failed; nothing changed."""
+
+    model: str
     reason: str

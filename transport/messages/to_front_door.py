@@ -18,7 +18,9 @@ RejectKind = Literal["unknown_model", "context_too_long", "not_ready", "queue_fu
 class ModelStatus(Part, frozen=True):
     """`max_context` in tokens, the most of its ready replicas (0 before the first is ready). `was_ready` stays true
     once the model was ready: from then on requests queue while its workers are away. `prompt_tokens` counts what ended
-    requests came with, `cached_tokens` how much of it was found in the prefix cache."""
+    requests came with, `cached_tokens` how much of it was found in the prefix cache. `restores` counts how often its
+    weights came onto a device on which models come and go, and `evictions` how often they left one;
+    `restore_seconds` is what the last one took."""
 
     name: str
     path: str
@@ -31,6 +33,9 @@ class ModelStatus(Part, frozen=True):
     reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    evictions: int = 0
+    restores: int = 0
+    restore_seconds: float = 0.0
 
 
 class WorkerStatus(Part, frozen=True):

@@ -48,6 +48,15 @@ class Ended(Message, frozen=True):
     cached: int = 0
 
 
+class WeightsMoved(Message, frozen=True):
+    """A model's weights came onto a worker's device (`resident`), which took `seconds`, or left it: there they come and
+    go (`weights_memory`)."""
+
+    model: str
+    resident: bool
+    seconds: float
+
+
 class Leave(Message, frozen=True):
     """A worker goes: whatever it still holds is interrupted."""
 
@@ -100,7 +109,19 @@ class Query(Message, frozen=True):
 
 
 ServingToScheduler = (
-    Join | ModelReady | ModelFailed | Started | Ended | Leave | Open | Submit | Abort | Concluded | Query | Heartbeat
+    Join
+    | ModelReady
+    | ModelFailed
+    | Started
+    | Ended
+    | WeightsMoved
+    | Leave
+    | Open
+    | Submit
+    | Abort
+    | Concluded
+    | Query
+    | Heartbeat
 )
 """What the central core hears."""
 
