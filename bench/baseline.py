@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from forebay.bench.client import CompletionClient, Outcome
+from forebay.bench.client import Completions, Outcome
 from forebay.bench.draws import Draws
 from forebay.bench.errors import BenchError
 from forebay.bench.workload_file import Workload, WorkloadRequest
@@ -70,7 +70,7 @@ def write_baseline(path: Path, baseline: Baseline) -> None:
 
 
 async def measure_baseline(
-    client: CompletionClient, workload: Workload, advance: Callable[[str, int, int], None]
+    client: Completions, workload: Workload, advance: Callable[[str, int, int], None]
 ) -> Baseline:
     """Sends lone requests to each model, one after the other, after one that warms it up. `advance` is told model,
     requests done and requests in all. Raises BenchError if one fails."""

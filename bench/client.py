@@ -3,11 +3,11 @@
 import asyncio
 import errno
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import aiohttp
 import msgspec
@@ -55,6 +55,14 @@ class Outcome:
 
     def fail(self, kind: FailureKind, message: str) -> None:
         self.failure, self.message = kind, message
+
+
+class Completions(Protocol):
+    """What a replay needs of a server, or of several."""
+
+    async def complete(self, outcome: Outcome, prompt: Sequence[int]) -> None: ...
+
+    async def is_listening(self) -> bool: ...
 
 
 class _Choice(msgspec.Struct):
@@ -236,3 +244,32 @@ def _error_text(body: bytes) -> str:
         if isinstance(answer, dict) and "error" in answer:
             return _describe(answer["error"])
     return " ".join(body[:400].decode(errors="replace").split())
+
+
+class RoutedClient:
+    """Several servers as one: each model's requests go to the server that `urls` names for it."""
+
+    def __init__(self, urls: Mapping[str, str], timeout_s: float = 600.0) -> None:
+        by_url = {url: CompletionClient(url, timeout_s) for url in urls.values()}
+        self._servers = list(by_url.values())
+        self._clients = {model: by_url[url] for model, url in urls.items()}
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as undo:
+            for server in self._servers:
+                await undo.enter_async_context(server)
+            self._undo = undo.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._undo.aclose()
+
+    async def complete(self, outcome: Outcome, prompt: Sequence[int]) -> None:
+        """Raises KeyError for a model that no server has."""
+        await self._clients[outcome.model].complete(outcome, prompt)
+
+    async def is_listening(self) -> bool:
+        """False if one of the servers is gone."""
+        return all(await asyncio.gather(*(server.is_listening() for server in self._servers)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from forebay.bench.client import CompletionClient, Outcome
+from forebay.bench.client import Completions, Outcome
 from forebay.bench.errors import BenchError
 from forebay.bench.report import Ending
 from forebay.bench.workload_file import Workload
@@ -64,7 +64,7 @@ class Replayer:
     """Replays one workload once. Setting `stop` ends it early: what is in flight is cut off, and what was not sent
     yet never will be; both count as failed."""
 
-    client: CompletionClient
+    client: Completions
     workload: Workload
     time_scale: float
     stop: asyncio.Event

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,17 @@ MARK = "FOREBAY_MEASUREMENT"
 SOCKETS = "XDG_RUNTIME_DIR"
 """A folder of its own for the server's sockets lets it run beside another one of the same user."""
 LOG_LINES = 20
+LEASH = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; an exec keeps it
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the measurement has ended before its server began")
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
+"""Becomes the server's command: it is asked to end when the measurement ends without having asked, as after SIGKILL."""
 
 
 class ReadyFile(msgspec.Struct):
@@ -38,16 +49,30 @@ class ReadyFile(msgspec.Struct):
 
 
 class ServerProcess:
-    """Runs `command` with `--ready-file PATH` appended; its output goes to `log`. Leaving the context ends the server
-    and everything it started, by force where asking does not help within `stop_s` seconds."""
+    """Runs `command`; its output goes to `log`. One of ours gets `--ready-file PATH` appended and tells its address
+    there; any other OpenAI-compatible server will answer at `url`, and is ready once it lists its models. `environment`
+    is added to ours. Leaving the context ends the server and everything it started, by force where asking does not help
+    within `stop_s` seconds."""
 
-    def __init__(self, command: Sequence[str], log: Path, stop_s: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        stop_s: float,
+        *,
+        url: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        start_s: float | None = None,
+    ) -> None:
         self.command = list(command)
         self.log = log
         self.returncode: int | None = None
         self.left_behind: list[int] = []
         """Processes of the server's that had to be killed after it had ended."""
         self._stop_s = stop_s
+        self._start_s = START_S if start_s is None else start_s
+        self._url = url
+        self._environment = environment or {}
         self._mark = secrets.token_hex(8)
 
     async def __aenter__(self) -> Self:
@@ -56,14 +81,17 @@ class ServerProcess:
         with self.log.open("wb") as log:
             # A session of its own: Ctrl-C at a terminal is for us, who then end the server in good order.
             self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                LEASH,
+                str(os.getpid()),
                 *self.command,
-                "--ready-file",
-                str(self._ready_file),
+                *([] if self._url else ["--ready-file", str(self._ready_file)]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, MARK: self._mark, SOCKETS: self._folder.name},
+                env={**os.environ, **self._environment, MARK: self._mark, SOCKETS: self._folder.name},
             )
         return self
 
@@ -83,20 +111,21 @@ class ServerProcess:
     async def ready(self, stop: asyncio.Event, show: Callable[[str], None]) -> str:
         """Waits until every model is ready; the server's base URL. `show` is told what it waits for.
 
-        Raises BenchError, with the last lines of the log, if the server ends before or takes longer than START_S;
+        Raises BenchError, with the last lines of the log, if the server ends before or takes too long;
         Interrupted if `stop` is set."""
-        url: str | None = None
-        deadline = time.monotonic() + START_S
+        url = self._url
+        path = "readyz" if url is None else "v1/models"
+        deadline = time.monotonic() + self._start_s
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
             while not stop.is_set():
                 if self._process.returncode is not None:
                     raise self._not_ready(f"the server ended with status {self._process.returncode}")
                 if time.monotonic() > deadline:
-                    raise self._not_ready(f"{START_S:g} s passed")
+                    raise self._not_ready(f"{self._start_s:g} s passed")
                 if url is None:
                     url = self._announced()
                     show("starting")
-                elif await _is_ready(session, f"{url}/readyz"):
+                elif await _is_ready(session, f"{url}/{path}"):
                     return url
                 else:
                     show("loading models")

@@ -7,7 +7,8 @@
 - `short`: one token too few; `uncounted`: no usage; `garbage`: not JSON; `silent`: a whole stream without a token;
 - `fatal`: ends the whole process, in mid-stream.
 
-The first line on standard output is the base URL. `GET /received` lists the bodies of all requests so far.
+The first line on standard output is the base URL, of any free port unless `--port N` is given. `GET /received` lists
+the bodies of all requests so far.
 """
 
 import asyncio
@@ -101,7 +102,8 @@ def event(payload: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
+    port = int(sys.argv[sys.argv.index("--port") + 1]) if "--port" in sys.argv else 0
+    listener = socket.create_server(("127.0.0.1", port))
     sys.stdout.write(f"http://127.0.0.1:{listener.getsockname()[1]}\n")
     sys.stdout.flush()
     uvicorn.Server(uvicorn.Config(build_app(), log_level="error")).run(sockets=[listener])
