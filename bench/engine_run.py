@@ -6,37 +6,19 @@ same threads. A throwaway batch first warms up each.
 
 import json as json_module
 import os
-import queue
 import random
 import subprocess
 import tempfile
 import time
-from array import array
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.bench.engine_loop import Engine, Timing
 from forebay.bench.errors import BenchError
 from forebay.bench.figures import Figure, write_figures
 from forebay.gpu.device import open_device
-from forebay.gpu.runner import ModelRunner
-from forebay.sched.blocks import BlockPool
-from forebay.sched.lane import LaneCore
-from forebay.sched.lane_events import Deliver, LaneEvent, ModelOpened
-from forebay.sched.policy import AdaptiveBatching
-from forebay.transport.messages import (
-    BLOCK_TOKENS,
-    CloseSequence,
-    DeviceSettings,
-    ModelSpec,
-    OpenSequence,
-    Sampling,
-    Start,
-    StepDone,
-    StepPlan,
-    Tokens,
-)
+from forebay.transport.messages import BLOCK_TOKENS, DeviceSettings, ModelSpec
 
 SLAB = 32 << 20
 STEP_TOKENS = 2048
@@ -60,14 +42,6 @@ class Batch:
         return [[chance.choice(VOCABULARY) for _ in range(context)] for _ in range(self.requests)]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds until every sequence had its first token, and from there to the end."""
-
-    prefill_s: float
-    decode_s: float
-
-
 def measure(
     batch: Batch, contexts: list[int], vllm: Path | None, json: Path | None, arguments: list[str] | None
 ) -> int:
@@ -78,7 +52,7 @@ def measure(
         ours = _rates(batch, context, _ours(batch, prompts))
         others = {"generate": _rates(batch, context, _generate(batch, prompts))}
         if vllm is not None:
-            others["vllm"] = _rates(batch, context, _vllm(batch, prompts, vllm))
+            others["vllm"] = _rates(batch, context, run_vllm(batch, prompts, vllm))
         for name, rate in ours.items():
             figures[f"{name}_{context}"] = Figure(rate, "tokens/s", others["generate"][name])
             beside = "   ".join(f"{other}: {rates[name]:9.1f}" for other, rates in others.items())
@@ -99,56 +73,6 @@ def _rates(batch: Batch, context: int, timing: Timing) -> dict[str, float]:
     }
 
 
-class _Engine:
-    """A worker's loop without its sockets: events in, commands carried out, one step ahead."""
-
-    def __init__(self, runner: ModelRunner, slabs: int) -> None:
-        self._runner = runner
-        self._core = LaneCore(BlockPool(slabs, SLAB), AdaptiveBatching(), prefix_cache=False)
-        self._landed: queue.SimpleQueue[Future[StepDone]] = queue.SimpleQueue()
-        self._flying = 0
-        spec = runner.spec
-        self.handle(ModelOpened(spec.name, runner.block_bytes, spec.max_sequences, spec.step_tokens))
-
-    def handle(self, event: LaneEvent) -> None:
-        for command in self._core.handle(time.monotonic(), event):
-            match command:
-                case OpenSequence():
-                    self._runner.open(command)
-                case CloseSequence():
-                    self._runner.close(command)
-                case StepPlan():
-                    self._flying += 1
-                    self._runner.launch(command).add_done_callback(self._landed.put)
-                case Deliver(_, messages):
-                    for message in messages:
-                        if isinstance(message, Tokens):
-                            self._begun.update(memoryview(message.requests).cast("Q"))
-                case _:
-                    pass
-
-    def run(self, prompts: list[list[int]], output: int, first_request: int) -> Timing:
-        """All prompts at once, to their ends."""
-        self._begun: set[int] = set()
-        begin = time.perf_counter()
-        tokens = 0
-        first = 0.0
-        for number, prompt in enumerate(prompts, start=first_request):
-            sampling = Sampling(output, ignore_eos=True)
-            self.handle(
-                Start(number, 0, self._runner.spec.name, array("I", prompt).tobytes(), len(prompt), sampling, "")
-            )
-        while self._flying:
-            done = self._landed.get().result()
-            self._flying -= 1
-            tokens += len(done.stopped)
-            self.handle(done)
-            if not first and len(self._begun) == len(prompts):
-                first = time.perf_counter() - begin
-        assert tokens == len(prompts) * output
-        return Timing(first, time.perf_counter() - begin - first)
-
-
 def _ours(batch: Batch, prompts: list[list[int]]) -> Timing:
     context = len(prompts[0])
     spec = ModelSpec("m", str(batch.model.resolve()), batch.dtype, 0, batch.requests, STEP_TOKENS)
@@ -159,7 +83,7 @@ def _ours(batch: Batch, prompts: list[list[int]]) -> Timing:
     slabs = -(-needed // SLAB) + 1
     device = open_device("cpu:0", DeviceSettings(slabs * SLAB, SLAB, batch.threads))
     try:
-        engine = _Engine(device.load(spec), slabs)
+        engine = Engine(device.load(spec), slabs, SLAB)
         engine.run(prompts, 2, 1)  # also touches the memory that the measured batch uses
         return engine.run(prompts, batch.output, 10_000)
     finally:
@@ -192,8 +116,11 @@ def _generate(batch: Batch, prompts: list[list[int]]) -> Timing:
     return Timing(stamps[0] - begin, time.perf_counter() - stamps[0])
 
 
-def _vllm(batch: Batch, prompts: list[list[int]], python: Path) -> Timing:
-    """In its own environment, by bench/vllm_batch.py; what the library says goes to a file that an error names."""
+def run_vllm(
+    batch: Batch, prompts: list[list[int]], python: Path, *, cuda: bool = False, dummy: bool = False
+) -> Timing:
+    """In its own environment, by bench/vllm_batch.py, on a GPU with its graphs and compilation, on a CPU without. With
+    `dummy` its weights are made up. Raises BenchError with the last of what it said."""
     with tempfile.TemporaryDirectory(prefix="fb-") as folder:
         wish, answer = Path(folder, "wish.json"), Path(folder, "answer.json")
         wish.write_text(
@@ -203,6 +130,8 @@ def _vllm(batch: Batch, prompts: list[list[int]], python: Path) -> Timing:
                     "dtype": batch.dtype,
                     "output": batch.output,
                     "prompts": prompts,
+                    "eager": not cuda,
+                    "dummy": dummy,
                 }
             )
         )

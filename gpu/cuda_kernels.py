@@ -1,10 +1,9 @@
 """Our own kernels of a forward pass on CUDA; cuda_sampling.py has those that choose tokens."""
 
-from typing import Any
-
 import torch
 
 from forebay.gpu.cuda_linear import dependent_launch, linear_small, supports
+from forebay.gpu.triton_launch import launch
 
 __all__ = ["linear_small", "rope_and_append", "supports"]
 
@@ -62,34 +61,32 @@ def rope_and_append(
     from forebay.gpu import triton_rope
 
     dependent = dependent_launch(qkv.device) if pdl is None else pdl
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     half = head_size // 2
-    triton_rope.rope_and_append[(tokens, -(-(heads + 2 * kv_heads) // _HEADS_EACH))](
-        qkv,
-        q_out,
-        positions,
-        rows,
-        cos,
-        sin,
-        cache,
-        cos if q_norm is None else q_norm,
-        cos if k_norm is None else k_norm,
-        eps,
-        qkv.stride(0),
-        q_out.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        cache.stride(3),
-        cos.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF=half,
-        HALF_PADDED=1 << (half - 1).bit_length(),
-        HEADS_EACH=_HEADS_EACH,
-        BLOCK_TOKENS=cache.shape[2],
-        NORM=q_norm is not None,
-        PDL=dependent,
+    launch(
+        triton_rope.rope_and_append,
+        (tokens, -(-(heads + 2 * kv_heads) // _HEADS_EACH)),
+        (
+            qkv,
+            q_out,
+            positions,
+            rows,
+            cos,
+            sin,
+            cache,
+            cos if q_norm is None else q_norm,
+            cos if k_norm is None else k_norm,
+        ),
+        (eps, qkv.stride(0), q_out.stride(0), *cache.stride()[:4], cos.stride(0)),
+        {
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "HALF": half,
+            "HALF_PADDED": 1 << (half - 1).bit_length(),
+            "HEADS_EACH": _HEADS_EACH,
+            "BLOCK_TOKENS": cache.shape[2],
+            "NORM": q_norm is not None,
+            "PDL": dependent,
+        },
         num_warps=2,
-        **options,
+        pdl=dependent,
     )

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from forebay.gpu.backend import MemoryBackend, MemorySlab
+from forebay.gpu.device_name import DeviceName
 from forebay.gpu.errors import DeviceError
-from forebay.gpu.memory import Slab, SlabRange, require_slab_bytes
+from forebay.gpu.memfd_backend import MemfdBackend
+from forebay.gpu.memory import Slab, require_slab_bytes
 from forebay.transport.messages import BLOCK_TOKENS
 
 
@@ -37,9 +40,12 @@ class KVShape:
 
 
 class KVPool:
-    """`memory` bytes, rounded down to whole slabs, mapped in one range. Closed by its owner, the device."""
+    """`memory` bytes, rounded down to whole slabs, mapped in one range of a device's addresses. Closed by its owner,
+    the device. Without a `backend` it is memory of the host.
 
-    def __init__(self, memory: int, slab_bytes: int) -> None:
+    Slabs may be away (lent to others): nothing may read a view as a whole, only blocks that the core handed out."""
+
+    def __init__(self, memory: int, slab_bytes: int, backend: MemoryBackend | None = None) -> None:
         require_slab_bytes(slab_bytes)
         slots = memory // slab_bytes
         if slots < 1:
@@ -48,16 +54,24 @@ class KVPool:
             )
         self.slab_bytes = slab_bytes
         self.capacity = slots * slab_bytes
-        self._slabs: list[Slab] = []
+        backend = backend or MemfdBackend(DeviceName("cpu", 0))
+        self._slabs: list[MemorySlab] = []
         with ExitStack() as undo:
-            self._range = SlabRange(slab_bytes, slots)
+            self._range = backend.arena(slab_bytes, slots)
             undo.callback(self._range.close)
             undo.callback(self._close_slabs)
             for slot in range(slots):
-                slab = Slab(slab_bytes)
+                slab = backend.slab(slab_bytes)
                 self._slabs.append(slab)
                 self._range.map(slot, slab)
+            self._bytes: torch.Tensor | None = self._whole(backend.device)
             self._undo = undo.pop_all()
+
+    def _whole(self, device: DeviceName) -> torch.Tensor:
+        """All of the range, uint8[capacity]. Made while every slab is there: torch asks the driver about the first."""
+        if device.kind == "cpu":
+            return torch.frombuffer(self._range.buffer(), dtype=torch.uint8)
+        return torch.as_tensor(self._range.buffer(), device=f"cuda:{device.index}")
 
     @property
     def base(self) -> int:
@@ -66,15 +80,15 @@ class KVPool:
 
     @property
     def resident(self) -> int:
-        """Bytes of the pool that have been written so far."""
-        return sum(slab.resident for slab in self._slabs)
+        """Bytes of the pool that take memory: on `cpu:N` those that have been written so far."""
+        return sum(slab.resident if isinstance(slab, Slab) else slab.size for slab in self._slabs)
 
     @property
-    def slabs(self) -> tuple[Slab, ...]:
+    def slabs(self) -> tuple[MemorySlab, ...]:
         """The slabs in the order in which they lie in the range."""
         return tuple(self._slabs)
 
-    def replace(self, place: int, slab: Slab) -> None:
+    def replace(self, place: int, slab: MemorySlab) -> None:
         """Puts another slab in the place of one that is nobody's any more, and closes that. Nothing may be touching its
         part of the range. Owns the new one from now on. Raises DeviceError for a slab of another size."""
         self._range.replace(place, slab)
@@ -90,12 +104,13 @@ class KVPool:
         blocks = self.blocks(shape)
         if blocks < 1:
             raise DeviceError(f"a block of {shape.block_bytes} bytes does not fit a pool of {self.capacity}")
-        elements = blocks * shape.block_bytes // shape.dtype.itemsize
-        flat = torch.frombuffer(self._range.buffer(), dtype=shape.dtype, count=elements)
-        return flat.view(blocks, *shape.block)
+        if self._bytes is None:
+            raise DeviceError("this pool is closed")
+        return self._bytes[: blocks * shape.block_bytes].view(shape.dtype).view(blocks, *shape.block)
 
     def close(self) -> None:
         """Gives all slabs back; their memory goes when the last view does. Closing twice is fine."""
+        self._bytes = None
         self._undo.close()
 
     def _close_slabs(self) -> None:

@@ -195,10 +195,12 @@ class BlockPool:
         return tuple(found)
 
     def publish(self, model: str, block: int, key: bytes) -> None:
-        """The content of a used block is final and can be found under `key`, unless another block has it already."""
+        """The content of a used block is final and can be found under `key`, unless another block has it already, or
+        the block's slab has been given away: who found it there would keep it from leaving."""
         share = self._shares[model]
         assert block in share.used, f"{model}: block {block} is published, but nobody uses it"
-        if key not in share.block_of and block not in share.key_of:
+        leaving = any(self._closed[slab] for slab in self._span(block, share.block_bytes))
+        if not leaving and key not in share.block_of and block not in share.key_of:
             share.block_of[key] = block
             share.key_of[block] = key
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from forebay.gpu.runner import ModelRunner
+from forebay.gpu.runner import Runner
 from forebay.transport.messages import CloseSequence, OpenSequence, Sampling, StepDone, StepPlan, Work
+from forebay.transport.messages.steps import LaneKind
 
 VOCABULARY = 211
 
@@ -68,7 +69,7 @@ class Blocks:
         self._free = np.ones(capacity // 64, bool)
         self._random = np.random.default_rng(seed)
 
-    def take(self, runner: ModelRunner, count: int) -> tuple[int, ...]:
+    def take(self, runner: Runner, count: int) -> tuple[int, ...]:
         size = runner.block_bytes // 64
         assert runner.block_bytes % 64 == 0
         found: list[int] = []
@@ -98,11 +99,13 @@ class Request:
 class Driver:
     """Opens sequences on a runner and runs steps."""
 
-    def __init__(self, runner: ModelRunner, blocks: Blocks) -> None:
+    def __init__(self, runner: Runner, blocks: Blocks) -> None:
         self.runner = runner
         self.blocks = blocks
         self.steps = 0
         self.sequences = 0
+        self.lane: LaneKind = "mixed"
+        self.share = 0
 
     def open(self, tokens: list[int], sampling: Sampling | None = None, prompt_tokens: int | None = None) -> Request:
         request = Request(self.sequences, list(tokens), prompt_tokens or len(tokens))
@@ -130,7 +133,8 @@ class Driver:
             if sample:
                 request.tokens.append(-1)
         self.steps += 1
-        return self.runner.launch(StepPlan(self.steps, self.runner.spec.name, tuple(work)))
+        plan = StepPlan(self.steps, self.runner.spec.name, tuple(work), self.lane, self.share)
+        return self.runner.launch(plan)
 
     def finish(self, future: "Future[StepDone]", *requests: Request) -> None:
         """Waits for a step and fills in the tokens drawn for `requests`, in its order."""

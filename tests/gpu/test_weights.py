@@ -42,7 +42,7 @@ def spec(folder: Path, **fields) -> ModelSpec:
 
 def test_weights_of_one_folder_and_dtype_are_shared_until_the_last_user_is_gone(tmp_path) -> None:
     folder = write_tiny("llama", tmp_path)
-    cache = WeightCache()
+    cache = WeightCache(load_weights)
     first = cache.acquire(spec(folder))
     again = cache.acquire(ModelSpec(name="other", path=str(folder / ".." / folder.name)))
     half = cache.acquire(spec(folder, dtype="bfloat16"))
@@ -150,7 +150,7 @@ def test_a_window_wider_than_the_context_does_not_matter(tmp_path) -> None:
 
 def test_shared_weights_do_not_lift_the_limit_of_a_window(tmp_path) -> None:
     folder = save(MistralConfig(**SMALL, sliding_window=64), tmp_path)
-    cache = WeightCache()
+    cache = WeightCache(load_weights)
     cache.acquire(spec(folder, max_context=64))
     with pytest.raises(ModelLoadError, match="sliding_window=64"):
         cache.acquire(spec(folder))
@@ -208,6 +208,18 @@ def test_damaged_folder_is_refused_with_the_reason(tmp_path, damage, reason) -> 
     damage(folder)
     with pytest.raises(ModelLoadError, match=reason):
         load_weights(spec(folder))
+
+
+def test_dummy_weights_need_the_configuration_alone_and_are_the_same_every_time(tmp_path) -> None:
+    LlamaConfig(**SMALL, eos_token_id=[3, 4]).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"no \*.safetensors file"):
+        load_weights(spec(tmp_path))
+    first, again = (load_weights(spec(tmp_path, load_format="dummy")) for _ in range(2))
+    pairs = zip(first.model.state_dict().values(), again.model.state_dict().values(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+    assert first.end_of_sequence == {3, 4}
+    with pytest.raises(ModelLoadError, match="load_format is 'gguf'; use auto or dummy"):
+        load_weights(spec(tmp_path, load_format="gguf"))
 
 
 def test_unknown_dtype_and_missing_folder(tmp_path) -> None:

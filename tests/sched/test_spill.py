@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forebay.sched.blocks import BlockPool
@@ -105,6 +105,7 @@ def test_memory_in_a_slot_that_has_some_is_refused_by_number() -> None:
     st.lists(st.tuples(st.sampled_from(["take", "give", "close", "reopen", "cache"]), st.integers(0, 12)), max_size=60),
     st.sampled_from(sorted(SIZES)),
 )
+@example([("take", 1), ("close", 0), ("cache", 0)], "huge")
 def test_closed_slabs_of_a_pool_are_left_alone(calls: list[tuple[str, int]], model: str) -> None:
     pool = BlockPool(8, 1000)
     for name, size in SIZES.items():
