@@ -147,7 +147,8 @@ def run_vllm(
         if not os.access(python, os.X_OK):
             raise BenchError(f"--vllm {python}: no program; the Python of an environment with vLLM is needed")
         done = subprocess.run(
-            [str(python), str(script), str(wish), str(answer)],
+            # -P: modules of the script's own folder, among them `profile`, must not pass for the standard library's.
+            [str(python), "-P", str(script), str(wish), str(answer)],
             env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         if done.returncode:

@@ -95,7 +95,7 @@ class CudaCopier:
         self._unfinished = 0
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._stream = context.stream(low_priority=True)
+            self._stream = context.stream()
             undo.callback(self._destroy, "cuStreamDestroy", self._stream)
             undo.callback(self._destroy_events)
             self._engine = CopyEngine(context, self._stream, engine_streams)

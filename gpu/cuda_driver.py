@@ -67,12 +67,13 @@ class CudaContext:
         finally:
             self.driver.cuCtxPopCurrent()
 
-    def stream(self, *, low_priority: bool = False) -> Any:
-        """A new stream that does not wait for the default one."""
+    def stream(self, *, urgent: bool = False) -> Any:
+        """A new stream that does not wait for the default one. As SMs become free, what waits in an urgent stream goes
+        before what waits in others; what runs is not interrupted."""
         with self.current() as driver:
-            least, _ = self.call(driver.cuCtxGetStreamPriorityRange())
+            least, greatest = self.call(driver.cuCtxGetStreamPriorityRange())
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            return self.call(driver.cuStreamCreateWithPriority(flags, least if low_priority else 0))
+            return self.call(driver.cuStreamCreateWithPriority(flags, greatest if urgent else least))
 
     def close(self) -> None:
         if not self.closed:

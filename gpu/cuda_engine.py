@@ -43,7 +43,7 @@ class CopyEngine:
             self._fork = self._made(undo, "cuEventDestroy", context.call(driver.cuEventCreate(flags)))
             self._more = [
                 (
-                    self._made(undo, "cuStreamDestroy", context.stream(low_priority=True)),
+                    self._made(undo, "cuStreamDestroy", context.stream()),
                     self._made(undo, "cuEventDestroy", context.call(driver.cuEventCreate(flags))),
                 )
                 for _ in range(streams - 1)

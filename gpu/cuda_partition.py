@@ -89,21 +89,21 @@ class Partitions:
         """How many SMs a share is; 0 and 100: all. Raises DeviceError for a share that was not split off."""
         return self.total if share in (0, 100) else self._part(share).sms
 
-    def stream(self, share: int = 0, *, low_priority: bool = False) -> int:
-        """A new stream that keeps to a share of the SMs (0 and 100: all), for `torch.cuda.ExternalStream`. It does not
-        wait for the default stream, and lives until these partitions are closed. Raises DeviceError for a share that
-        was not split off."""
+    def stream(self, share: int = 0, *, urgent: bool = False) -> int:
+        """A new stream that keeps to a share of the SMs (0 and 100: all), for `torch.cuda.ExternalStream`; `urgent` as
+        in CudaContext.stream. It does not wait for the default stream, and lives until these partitions are closed.
+        Raises DeviceError for a share that was not split off."""
         if self.context.closed:
             raise DeviceError(f"the partitions of {self.context.device} are closed")
         if share in (0, 100):
-            stream = self.context.stream(low_priority=low_priority)
+            stream = self.context.stream(urgent=urgent)
         else:
             part = self._part(share)
             with self.context.current() as driver:
-                least, _ = self.context.call(driver.cuCtxGetStreamPriorityRange())
+                least, greatest = self.context.call(driver.cuCtxGetStreamPriorityRange())
                 flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
                 stream = self.context.call(
-                    driver.cuGreenCtxStreamCreate(part.context, flags, int(least) if low_priority else 0)
+                    driver.cuGreenCtxStreamCreate(part.context, flags, int(greatest if urgent else least))
                 )
         self._undo.callback(self.context.driver.cuStreamDestroy, stream)
         return int(stream)
