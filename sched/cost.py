@@ -30,15 +30,15 @@ class Slowdown:
 
 
 def measured_slowdowns() -> dict[int, Slowdown]:
-    """By the share of the SMs that the prefill may use (0: all). Until steps have shown better: one H200, products of
-    8192^3 beside reads of 8 GiB (without bound 3.9 ms for 2.26 and 526 TFLOP/s for 656, on 48 % 3.55 ms and 398; 470
-    and 530 TFLOP/s on 67 and 79 %). Decodes were bound to the other SMs then; here they are not, so their figures at 67
-    and 79 % are guesses between those at 48 % and without bound."""
+    """By the share of the SMs that the prefill may use (0: all). Until steps have shown better: one H200, decode steps of
+    32 rows (Llama-3.1-8B's shape, urgent streams, all SMs) beside chunks of 2,048 tokens of another such model. Without
+    a bound 5.7 ms became 23.2, and the prefill kept 0.81 of its speed; with 48 % 6.1 ms became 7.8, and it kept 0.36
+    (python -m bench.interference). The figures for 67 and 79 % lie between these on a logarithmic scale."""
     return {
-        0: Slowdown(1.73, 1.25),
-        79: Slowdown(1.69, 1.26),
-        67: Slowdown(1.65, 1.40),
-        48: Slowdown(1.57, 1.65),
+        0: Slowdown(4.0, 1.24),
+        79: Slowdown(2.5, 1.7),
+        67: Slowdown(2.0, 2.1),
+        48: Slowdown(1.3, 2.8),
     }
 
 

@@ -29,7 +29,7 @@ from forebay.sched.lane_weights import LaneWeights
 from forebay.sched.launching import Launching
 from forebay.sched.neighbours import Neighbours
 from forebay.sched.partition import Partition, Turns
-from forebay.sched.policy import PATIENCE, Policy
+from forebay.sched.policy import Policy
 from forebay.sched.residency import Residency
 from forebay.sched.sequence import Lane, Sequence
 from forebay.sched.spill import SpillSpace
@@ -179,8 +179,7 @@ class LaneCore:
             return
         self._sequences += 1
         lane = self._lanes[start.model]
-        due = now + PATIENCE * lane.pace.alone_s(start.prompt_tokens, start.sampling)
-        sequence = Sequence(self._sequences, self._sequences, start, due, came=now)
+        sequence = Sequence(self._sequences, self._sequences, start, came=now)
         self._by_request[start.request] = sequence
         self._fairness.arrives(sequence)
         lane.wait(sequence)
@@ -216,8 +215,6 @@ class LaneCore:
             sequence.reported = True
             start = sequence.start
             made = start.prompt_tokens + sequence.delivered - sequence.came_with
-            if reason in ("stop", "length"):
-                self._lanes[sequence.model].pace.ended(sequence.delivered, start.sampling.max_tokens)
             self._post(start.sink, Finished(start.request, start.epoch, reason, detail, sequence.cached))
             self._commands.append(Report(Ended(start.request, start.epoch, reason, made, sequence.cached)))
 

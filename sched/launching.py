@@ -39,7 +39,7 @@ class Prefills:
         return self.lane.launched
 
     def due(self, now: float) -> float | None:
-        return min((s.due for s in self.lane if s.due >= now and prefills(s)), default=None)
+        return self.lane.due(now, filter(prefills, self.lane))
 
 
 def prefills(sequence: Sequence) -> bool:
@@ -78,11 +78,7 @@ class Launching:
         plan = flight.plan
         self.partition.landed(now, plan, done)
         if done is not None:
-            prompt_tokens = sum(work.count for work in plan.work if work.count > 1)
-            if plan.lane == "prefill":
-                self._lanes[plan.model].pace.prefill(done.seconds, max(1, prompt_tokens))
-            else:
-                self._lanes[plan.model].pace.step(done.seconds, prompt_tokens)
+            self._lanes[plan.model].pace.step(done.seconds, sum(work.count for work in plan.work))
         return flight
 
     def fill(self, now: float) -> None:

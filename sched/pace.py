@@ -2,36 +2,54 @@
 
 from dataclasses import dataclass
 
-from forebay.transport.messages import Sampling
+SMOOTHING = 0.03
+"""Weight of the newest sample, once there were as many as this says."""
 
-SMOOTHING = 0.05
-"""Weight of the newest sample."""
+SPREAD = 0.01
+"""Steps tell what a token costs by how much they differ in tokens. Where their variance is not well above this part of
+their mean squared, they do not, and tokens are taken to cost nothing: what a step takes is then all that is known."""
+
+SLOWEST = 3.0
+"""A step counts as at most so many times what was expected: one that waited for something else says little."""
+
+TRUSTED = 10
+"""Steps after which what is expected is known well enough for that."""
+
+LEAST_S = 1e-6
+"""No step takes less: from nothing, `SLOWEST` would lead nowhere."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """`decode_s`: seconds of a step of decodes; `prefill_s`: what each token of a prompt adds to a step (guesses, both,
-    until there were steps). `length`: what share of the tokens that they may make answers do make."""
+    """A step takes `step_s` seconds, and `token_s` for each token that it computes, of prompts and of answers alike:
+    the least-squares line through the steps, of which older ones count less. Before the first step both are guesses."""
 
-    decode_s: float = 0.02
-    prefill_s: float = 0.0005
-    length: float = 1.0
+    step_s: float = 0.02
+    token_s: float = 0.0005
+    _steps: int = 0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+    _variance: float = 0.0
+    _covariance: float = 0.0
 
-    def step(self, seconds: float, prompt_tokens: int) -> None:
-        """A step took `seconds`, of which `prompt_tokens` were computed beside its decodes."""
-        if prompt_tokens:
-            sample = max(0.0, seconds - self.decode_s) / prompt_tokens
-            self.prefill_s += SMOOTHING * (sample - self.prefill_s)
-        else:
-            self.decode_s += SMOOTHING * (seconds - self.decode_s)
+    def step(self, seconds: float, tokens: int) -> None:
+        """A step that computed so many tokens took `seconds`."""
+        if self._steps >= TRUSTED:
+            seconds = min(seconds, SLOWEST * (self.step_s + self.token_s * tokens))
+        self._steps += 1
+        weight = max(SMOOTHING, 1 / self._steps)
+        apart = tokens - self._tokens
+        self._tokens += weight * apart
+        self._seconds += weight * (seconds - self._seconds)
+        self._variance = (1 - weight) * (self._variance + weight * apart * apart)
+        rest = seconds - self._seconds
+        self._covariance = (1 - weight) * self._covariance + weight * apart * rest
+        known = self._variance + SPREAD * self._tokens * self._tokens
+        # No line may go below zero where there are no tokens: then all of the time is the tokens'.
+        self.token_s = min(max(0.0, self._covariance / known), self._seconds / self._tokens) if known else 0.0
+        self.step_s = max(LEAST_S, self._seconds - self.token_s * self._tokens)
 
-    def prefill(self, seconds: float, prompt_tokens: int) -> None:
-        """A step of prefills alone took `seconds`."""
-        self.prefill_s += SMOOTHING * (seconds / prompt_tokens - self.prefill_s)
-
-    def ended(self, generated: int, max_tokens: int) -> None:
-        self.length += SMOOTHING * (generated / max_tokens - self.length)
-
-    def alone_s(self, prompt_tokens: int, sampling: Sampling) -> float:
-        """Seconds that such a request is expected to take on the idle device."""
-        return self.prefill_s * prompt_tokens + self.decode_s * self.length * sampling.max_tokens
+    def alone_s(self, pending: int, tokens: int) -> float:
+        """Seconds that it takes on the idle device to compute `pending` tokens of a sequence and then to make `tokens`
+        (at least one), of which the first comes with them."""
+        return tokens * self.step_s + (pending + tokens - 1) * self.token_s

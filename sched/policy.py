@@ -13,7 +13,7 @@ Division = Literal["shared", "fixed", "adaptive"]
 """How the pool's memory is divided: first come first served, by quotas, or by quotas that move with the load."""
 
 PATIENCE = 5.0
-"""An answer is due when it has taken this many times as long as it would take alone."""
+"""An answer is due when it has taken this many times as long as it would take alone (pace.py, Lane.due)."""
 
 TURNS = 3
 """Under adbs every model with something to do gets one step in so many times the number of such models."""
@@ -33,7 +33,7 @@ class Contender(Protocol):
         ...
 
     def due(self, now: float) -> float | None:
-        """When the first of its answers is due that is not late yet; None where all are late."""
+        """When the first of its answers is due that can still be in time; None where there is none."""
         ...
 
 
@@ -70,13 +70,13 @@ class Temporal:
 
 
 class AdaptiveBatching:
-    """Adaptive batch scheduling: the model whose answer is due first goes first; one whose answers are all late already
-    comes after those that can still be in time, and none waits for more than its `TURNS`. Quotas keep a popular model
-    from taking all memory; they follow the load.
+    """Adaptive batch scheduling: the model whose answer is due first goes first. Answers count that can still be in
+    time, if they had the device to themselves from now on; a model without such answers comes after those with, and
+    none waits for more than its `TURNS`. Quotas keep a popular model from taking all memory; they follow the load.
 
     MuxServe's ADBS has models take turns. On a device that takes one step after the other, turns share it equally
-    among all requests, and under load all are late together; by due time, between a twentieth and a fifth more of them
-    were in time (docs/benchmarks.md)."""
+    among all requests, and under load all are late together; nor is it worth much to serve first what will be late
+    anyhow (docs/benchmarks.md has the figures)."""
 
     name = "adbs"
     division: Division = "adaptive"

@@ -1,11 +1,12 @@
 """What the lane core keeps about one request on its device, and about one model. Records with a few rules."""
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from forebay.sched.pace import Pace
+from forebay.sched.policy import PATIENCE
 from forebay.sched.prefix import KeyChain
 from forebay.sched.states import SEQUENCE, move
 from forebay.transport.messages import BLOCK_TOKENS, LaneKind, Start
@@ -25,12 +26,11 @@ class Sequence:
     has drawn since it came (back) onto the device, at `began`; `away_since` is the fairness policy's. While it is
     spilled, or on its way, `away` names the block of the arena that holds each of its blocks, None where only the text
     is known, of `saved` tokens together. `started` and `reported`: the scheduler was told of its start, everybody of
-    its end. `came`: when it did, `due`: when it should have ended."""
+    its end. `came`: when it did."""
 
     number: int
     arrival: int
     start: Start
-    due: float = 0.0
     state: str = "waiting"
     known: int = 0
     computed: int = 0
@@ -128,9 +128,26 @@ class Lane:
         """Arrival of its oldest sequence; call it only on a lane that has one."""
         return min(group[0].arrival for group in (self.waiting, self.running, self.going) if group)
 
-    def due(self, now: float) -> float | None:
-        """When the first of its answers is due that is not late yet; None where all are late."""
-        return min((sequence.due for sequence in self if sequence.due >= now), default=None)
+    def due(self, now: float, among: Iterable[Sequence] | None = None) -> float | None:
+        """When the first of its answers (or of those `among` them) is due that can still be in time: if it had the
+        device to itself from now on. None where there is no such answer.
+
+        An answer that may stop by itself is taken to end with its next token: so it is in time whenever it does, and
+        nobody's length is guessed. What it takes is what the pace says now, not what it said when the request came: the
+        first requests of a model would keep dues that were guesses."""
+        first: float | None = None
+        for sequence in self if among is None else among:
+            if sequence.exhausted:
+                continue
+            start = sequence.start
+            made = sequence.known - start.prompt_tokens
+            whole = start.sampling.max_tokens if start.sampling.ignore_eos else made + 1
+            came_with = sequence.came_with
+            alone_s = self.pace.alone_s(came_with, whole - (came_with - start.prompt_tokens))
+            due = sequence.came + PATIENCE * alone_s
+            if now + self.pace.alone_s(sequence.pending, whole - made) <= due and (first is None or due < first):
+                first = due
+        return first
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out of the list that its state says."""

@@ -1,11 +1,22 @@
 """Fixtures that tests of all parts share."""
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 
+# Workers of pytest-xdist, and the processes that tests start, share the cores: threads of torch that wait for each
+# other in a busy loop only take them from one another. Devices set their own number of threads. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage need go through it again, half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,7 @@ from forebay.transport.messages import (
     StepPlan,
 )
 from forebay.transport.session import Session
+from tests.effort import effort
 
 DEVICES = ("cpu:0", "cpu:1")
 SETTINGS = CentralSettings(
@@ -316,7 +317,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
-TestAnyOrder.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestAnyOrder.settings = settings(max_examples=effort(40, 120), stateful_step_count=50, deadline=None)
 
 
 class AnyOrderInLanes(AnyOrder):

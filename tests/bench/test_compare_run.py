@@ -67,6 +67,7 @@ async def test_points_are_kept_and_not_repeated(tmp_path: Path) -> None:
     assert await run(sweep(tmp_path, "steady", "other", vllm=broken)) == []
 
 
+@pytest.mark.system
 async def test_failing_arms_are_noted_and_the_others_go_on(tmp_path: Path) -> None:
     plan = sweep(tmp_path, "steady", arms=["vllm-mps", "vllm"], rates=[8.0])
     assert await run(plan) == []
@@ -83,6 +84,7 @@ async def test_failing_arms_are_noted_and_the_others_go_on(tmp_path: Path) -> No
     assert plan.folder.points() == []
 
 
+@pytest.mark.system
 async def test_requests_that_fail_are_in_the_point(tmp_path: Path) -> None:
     """Broken off in mid-stream by a server that lives on, and by one that ends."""
     from forebay.bench.baseline import Baseline, ModelBaseline
@@ -108,6 +110,7 @@ def as_dict(setup: Setup) -> dict[str, Any]:
     return {name: getattr(setup, name) for name in Setup.__struct_fields__}
 
 
+@pytest.mark.system
 async def test_what_hangs_is_cut_off(tmp_path: Path) -> None:
     from forebay.bench.client import RoutedClient
     from forebay.bench.compare_run import replay_point

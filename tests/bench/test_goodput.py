@@ -133,6 +133,7 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "bench.goodput", *map(str, arguments)]
 
 
+@pytest.mark.system
 def test_command_with_a_generated_workload(server: str, tmp_path: Path) -> None:
     write_baseline(tmp_path / "known.json", GENEROUS)
     folder, plots, figures = tmp_path / "probes", tmp_path / "plots", tmp_path / "figures.json"

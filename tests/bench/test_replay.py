@@ -253,6 +253,7 @@ def test_command_exits_with_1_if_a_request_failed(server: str, files: Files, tmp
     assert json.loads((tmp_path / "report.json").read_text())["total"]["failed"] == 1
 
 
+@pytest.mark.system
 def test_command_exits_with_1_if_the_server_dies(mortal_server: str, files: Files, tmp_path: Path) -> None:
     arguments = files([("fatal", 0, 3, 2), ("steady", 3600, 3, 2)])
     done = subprocess.run(command(*arguments, "--base-url", mortal_server), cwd=ROOT, capture_output=True, text=True)
@@ -262,6 +263,7 @@ def test_command_exits_with_1_if_the_server_dies(mortal_server: str, files: File
     assert (report["ended"], report["total"]["failed"]) == ("server_lost", 2)
 
 
+@pytest.mark.system
 def test_command_draws_plots_and_a_page_and_writes_figures(server: str, files: Files, tmp_path: Path) -> None:
     rows = [(model, 0.02 * index, 4, 5) for index, model in enumerate(["steady", "cached", "error500"] * 4)]
     plots, figures_file = tmp_path / "new" / "plots", tmp_path / "figures.json"

@@ -103,6 +103,7 @@ def test_nothing_is_timed_by_the_wall_clock() -> None:
                 assert node.module != "time", f"{path}: import time as a whole, so that this test sees which clock"
 
 
+@pytest.mark.system
 def test_more_requests_than_descriptors_are_refused_before_any_is_sent(
     server: str, make_workload: Make, tmp_path: Path
 ) -> None:

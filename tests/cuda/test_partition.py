@@ -140,7 +140,7 @@ def test_prefill_beside_decode(partitions: Partitions, share: int, bound: bool) 
             multiply()
     while not marks[2].query():  # the products run
         pass
-    beside_read = seconds(decode, read, 20)
+    beside_read = seconds(decode, read, 6)
     done = sum(mark.query() for mark in marks) - 1
     torch.cuda.synchronize()
     beside_product = float(marks[0].elapsed_time(marks[max(1, done)])) / 1e3 / max(1, done)

@@ -46,7 +46,11 @@ def write_tiny(family: str, folder: Path, seed: int = 0) -> Path:
 
 def generate(folder: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy continuation by transformers itself, without stopping."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return continue_with(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), prompt, count)
+
+
+def continue_with(model: Any, prompt: list[int], count: int) -> list[int]:
+    """`generate` with a model that is loaded."""
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -43,7 +43,7 @@ def test_the_configuration_says_what_the_weights_say(tmp_path: Path, family: str
 
 def test_models_may_be_described_while_others_are_loaded(tmp_path: Path) -> None:
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=48, intermediate_size=96, num_hidden_layers=20, num_attention_heads=6,
+        vocab_size=1000, hidden_size=48, intermediate_size=96, num_hidden_layers=12, num_attention_heads=6,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -1,16 +1,20 @@
 """The runner against transformers' own `generate`, greedy in float32: token for token, however the work is cut."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from forebay.gpu.device import Device, open_device
 from forebay.gpu.errors import ModelLoadError, StepError
+from forebay.gpu.weights import WeightCache, load_weights
 from forebay.transport.messages import CloseSequence, DeviceSettings, ModelSpec, OpenSequence, Sampling, StepPlan, Work
-from tests.gpu.driver import TINY, VOCABULARY, Blocks, Driver, Request, generate, prompt_of, write_tiny
+from tests.gpu.driver import TINY, VOCABULARY, Blocks, Driver, Request, continue_with, generate, prompt_of, write_tiny
 
 FAMILIES = sorted(TINY)
 POOL = 8 << 20
@@ -25,12 +29,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def expected(folders: dict[str, Path]) -> dict[tuple[str, int], list[int]]:
     """Continuations of `prompt_of(length, length)` by family and length."""
     lengths = (1, 15, 16, 17, 40, 100)
-    return {(f, n): generate(folders[f], prompt_of(n, n), 24) for f in FAMILIES for n in lengths}
+    models = {f: AutoModelForCausalLM.from_pretrained(folders[f], dtype=torch.float32) for f in FAMILIES}
+    return {(f, n): continue_with(models[f], prompt_of(n, n), 24) for f in FAMILIES for n in lengths}
+
+
+@pytest.fixture(scope="module")
+def weights(folders: dict[str, Path]) -> WeightCache[Any]:
+    """The weights of all families, loaded once for all tests: reading and probing them took most of the time."""
+    cache = WeightCache(load_weights)
+    for folder in folders.values():
+        cache.acquire(ModelSpec(name="m", path=str(folder)))
+    return cache
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
+def device(weights: WeightCache[Any]) -> Iterator[Device]:
     opened = open_device("cpu:0", DeviceSettings(memory=POOL, slab_bytes=1 << 20, threads=1))
+    opened._weights = weights  # type: ignore[attr-defined]
     _poison(opened)
     yield opened
     opened.close()
@@ -250,8 +265,8 @@ def test_end_of_sequence_is_marked_held_back_and_ignored(device, folders) -> Non
     assert held_back.tokens[:-1] == tokens[:-1]
 
 
-def test_rows_with_logits_that_are_not_finite_are_marked_alone(device, folders, expected) -> None:
-    run = driver(device, folders["llama"])
+def test_rows_with_logits_that_are_not_finite_are_marked_alone(device, folders, expected, tmp_path) -> None:
+    run = driver(device, shutil.copytree(folders["llama"], tmp_path / "model"))  # its weights are changed
     model = run.runner._weights.model
     poison = next(token for token in range(10, VOCABULARY) if token not in prompt_of(40, 40) + expected["llama", 40])
     with torch.inference_mode():

@@ -9,6 +9,7 @@ import torch
 
 from forebay.gpu.sampling import Draw, choose, waiting_times
 from forebay.transport.messages import Sampling
+from tests.effort import effort
 
 NO_END = frozenset[int]()
 
@@ -94,11 +95,11 @@ def test_frequencies_follow_the_tempered_distribution(temperature) -> None:
 
 def test_nucleus_keeps_the_fewest_tokens_that_reach_top_p() -> None:
     probabilities = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
-    logits = torch.tensor(probabilities).log().float()
+    logits, count = torch.tensor(probabilities).log().float(), effort(1000, 2000)
     for top_p, kept in ((0.39, [1]), (0.69, [1, 3]), (0.71, [1, 3, 4]), (0.999, [0, 1, 2, 3, 4])):
         expected = np.zeros(5)
         expected[kept] = probabilities[kept] / probabilities[kept].sum()
-        assert_close(frequencies(logits, 2000, top_p=top_p, seed=9), expected, 2000)
+        assert_close(frequencies(logits, count, top_p=top_p, seed=9), expected, count)
 
 
 def test_tokens_as_probable_as_the_least_of_the_nucleus_stay() -> None:
@@ -126,7 +127,7 @@ def test_nucleus_is_the_one_of_the_definition_at_any_width(temperature, top_p) -
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 def test_draws_pass_a_chi_square_test(temperature, top_p) -> None:
-    vocabulary, count = 900, 5000
+    vocabulary, count = 900, effort(2500, 5000)
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(8))
     probabilities = nucleus(logits.unsqueeze(0) / temperature, top_p)[0].numpy()
     observed = frequencies(logits, count, temperature=temperature, top_p=top_p, seed=11)
@@ -152,7 +153,7 @@ def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("spread", "top_p", "noise"),
     [
-        # Inverting the cumulative distribution instead changed 7, 58, 786, 1056 and, of 4000, 109 draws here.
+        # Inverting the cumulative distribution instead changed 7, 58, 786, 1056 draws of 20,000 and 109 of 4000.
         (1.0, 1.0, 1e-5),
         (4.0, 1.0, 1e-5),
         (1.0, 1.0, 1e-3),
@@ -163,7 +164,7 @@ def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 def test_logits_that_differ_a_little_draw_the_same_tokens(spread, top_p, noise) -> None:
     """What a resumed request meets: another batch computes the same logits with another rounding. No way to draw from
     two distributions changes fewer draws than their total variation distance; this one changes at most twice that."""
-    rows, count = 2000, 20_000 if top_p == 1.0 else 4000
+    rows, count = 500, effort(8000, 20_000) if top_p == 1.0 else effort(2000, 4000)
     logits = (spread * torch.randn(1600, generator=torch.Generator().manual_seed(1))).repeat(rows, 1)
     expected = nucleus(logits[:1], top_p)
     changed, distance = 0, 0.0

@@ -1,6 +1,7 @@
 """Loading: shared weights, and a refusal with a reason for everything that would be served wrongly."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,13 @@ def test_shared_weights_do_not_lift_the_limit_of_a_window(tmp_path) -> None:
         cache.acquire(spec(folder))
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    folder = save(LlamaConfig(**SMALL), tmp_path_factory.mktemp("sound"))
+    load_weights(spec(folder))
+    return folder
+
+
 def _remove_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -202,9 +210,8 @@ def _not_finite(folder: Path) -> None:
         (_not_finite, "logits are not finite in float32"),
     ],
 )
-def test_damaged_folder_is_refused_with_the_reason(tmp_path, damage, reason) -> None:
-    folder = save(LlamaConfig(**SMALL), tmp_path)
-    load_weights(spec(folder))
+def test_damaged_folder_is_refused_with_the_reason(tmp_path, sound, damage, reason) -> None:
+    folder = shutil.copytree(sound, tmp_path / "model")
     damage(folder)
     with pytest.raises(ModelLoadError, match=reason):
         load_weights(spec(folder))

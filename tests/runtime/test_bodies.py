@@ -101,6 +101,7 @@ LARGEST: dict[str, tuple[str, bytes, int]] = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", LARGEST)
 async def test_the_largest_bodies_leave_the_event_loop_free(folder: str, text: ModelText, kind: str) -> None:
     peer = Peer([ready_model("llm", folder)])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.runtime import front_door, scheduler
 from forebay.transport.codec import read_to_scheduler
 from forebay.transport.messages import Query, ToScheduler
 from forebay.transport.zeromq import ZmqHub
@@ -30,12 +31,19 @@ def run(module: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 @pytest.mark.parametrize("port", ["65536", "-1", "http", "1e3", "", "\N{ARABIC-INDIC DIGIT TWO}"])
-def test_a_port_that_is_none(port: str) -> None:
-    for module in ("runtime.scheduler", "forebay.runtime.front_door"):
-        ended = run(module, f"--port={port}")
-        assert ended.returncode == 2
-        assert f"argument --port: {port!r} is no port; allowed are 0 to 65535" in ended.stderr
-        assert "Traceback" not in ended.stderr
+def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (scheduler.main, front_door.main):
+        with pytest.raises(SystemExit, match="2"):
+            main([f"--port={port}"])
+        assert f"argument --port: {port!r} is no port; allowed are 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["forebay.runtime.scheduler", "forebay.runtime.front_door"])
+def test_a_port_that_is_none_ends_the_process(module: str) -> None:
+    ended = run(module, "--port=65536")
+    assert ended.returncode == 2
+    assert "argument --port: '65536' is no port; allowed are 0 to 65535" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def cannot_start(*arguments: str, **environment: str) -> str:

@@ -74,6 +74,7 @@ def test_vocabulary_without_a_configuration_is_what_the_tokenizer_knows(tmp_path
     assert plain.vocabulary == max(plain.backend.get_vocab().values()) + 1
 
 
+@pytest.mark.system
 async def test_a_long_prompt_leaves_the_event_loop_free(text: ModelText) -> None:
     prompt = "the water turns the wheel " * 20_000
     expected = text.encode(prompt)
@@ -117,6 +118,7 @@ def test_where_one_unknown_token_stands_for_any_text_there_is_no_bound(tmp_path:
     assert unbounded.longest_token is None
 
 
+@pytest.mark.system
 async def test_a_conversation_of_many_messages_leaves_the_event_loop_free(text: ModelText) -> None:
     messages = [{"role": "user", "content": "a"}] * 20_000
     expected = text.chat(messages)

@@ -83,8 +83,8 @@ def test_only_steps_beside_a_prefill_teach_what_a_prefill_costs_them() -> None:
     prefill = plan(2, "prefill", 64, share=48)
     overlaps.launched(0.010, prefill)
     for number in range(60):
-        run(overlaps, 0.010 + 0.013 * number, plan(3 + number, "decode"), 0.013, 0.023 + 0.013 * number)
-    assert costs.slow[48].decode == pytest.approx(1.3, abs=0.02) != guessed
+        run(overlaps, 0.010 + 0.015 * number, plan(3 + number, "decode"), 0.015, 0.025 + 0.015 * number)
+    assert costs.slow[48].decode == pytest.approx(1.5, abs=0.02) != guessed
     assert costs.decode_s("m", 1, 10) == pytest.approx(0.010), "and not what a step alone takes"
     overlaps.landed(1.0, prefill, None)
     run(overlaps, 2.0, plan(99, "decode"), 0.012, 2.012)

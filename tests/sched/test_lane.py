@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from forebay.sched.lane_events import ModelOpened, Reset
 from forebay.sched.policy import POLICIES
 from forebay.transport.messages import Cancel
+from tests.effort import effort
 from tests.sched.world import World, make_world, start
 
 SIZES = {"a": 100, "b": 260, "c": 1500}  # bytes of a block, in slabs of 1,024
@@ -355,4 +356,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestAnyOrder.settings = settings(max_examples=effort(30, 100), stateful_step_count=60, deadline=None)

@@ -10,6 +10,7 @@ from forebay.sched.lane_events import ModelOpened, Reset, Tick
 from forebay.sched.policy import POLICIES
 from forebay.sched.tenancy import MOST_FAILURES
 from forebay.transport.messages import Cancel, WeightsGone
+from tests.effort import effort
 from tests.sched.world import World, make_world, start
 
 WEIGHTS = {"a": 10, "b": 10, "c": 15}
@@ -226,4 +227,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAnyOrder.settings = settings(max_examples=effort(25, 100), stateful_step_count=30, deadline=None)

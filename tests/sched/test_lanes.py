@@ -12,6 +12,7 @@ from forebay.sched.lane_events import ModelOpened
 from forebay.sched.partition import PARTITIONS, SPLITS
 from forebay.sched.policy import POLICIES
 from forebay.transport.messages import StepPlan
+from tests.effort import effort
 from tests.sched import test_spilling
 from tests.sched.world import World, lane_of, make_world, start
 
@@ -196,4 +197,4 @@ class AnyOrder(test_spilling.AnyOrder):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.pytestmark = [pytest.mark.timeout(300)]  # shrinking a failure takes longer than finding it
-TestAnyOrder.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=effort(25, 100), stateful_step_count=40, deadline=None)

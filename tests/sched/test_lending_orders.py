@@ -21,9 +21,10 @@ from forebay.transport.messages import (
     RevokeLease,
     Unmap,
 )
+from tests.effort import effort
 from tests.sched.lending_world import SLAB, Party, World
 
-SEEDS = range(60)
+SEEDS = range(effort(25, 60))
 STEPS = 150
 
 
@@ -170,7 +171,7 @@ def settle(world: World) -> None:
 
 
 def test_the_same_journal_leads_to_the_same_commands() -> None:
-    for seed in range(20):
+    for seed in range(effort(10, 20)):
         random = Random(seed)
         world = World(seed)
         for gpu in range(4):

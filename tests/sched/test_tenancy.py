@@ -19,6 +19,7 @@ from forebay.sched.tenancy import (
     Use,
 )
 from forebay.transport.messages import EvictWeights, RestoreWeights
+from tests.effort import effort
 
 IDLE, WAITING, RUNNING = Use(False, False), Use(True, False), Use(True, True)
 
@@ -352,7 +353,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=effort(25, 100), stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=25, deadline=None)

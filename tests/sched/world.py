@@ -439,6 +439,7 @@ def start(
     sink: str = "ipc:///sink",
     text: list[int] | None = None,
     tenant: str = "",
+    ignore_eos: bool = False,
 ) -> Start:
     """A request whose prompt is `text`, or one of that length that no other request has."""
     tokens = text if text is not None else [1_000 * request + place for place in range(prompt)]
@@ -449,7 +450,7 @@ def start(
         model,
         array("I", tokens).tobytes(),
         len(tokens) - delivered,
-        Sampling(max_tokens),
+        Sampling(max_tokens, ignore_eos=ignore_eos),
         sink,
         tenant,
     )
