@@ -28,7 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--seconds", type=options.number(1, 1e5), default=24.0, metavar="S", help="arrivals of each run (24)"
     )
     parser.add_argument(
-        "--seeds", type=options.whole(1, 1000), default=2, metavar="N", help="workloads of each kind (2)"
+        "--seeds", type=options.whole(1, 1000), default=3, metavar="N", help="workloads of each kind (3)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=options.whole(1, 1000),
+        default=6,
+        metavar="N",
+        help="serve the first N layers of MODEL only: steps are shorter, and so more requests fit in (6)",
     )
     parser.add_argument(
         "--scale", type=options.positive_float, default=5.0, metavar="X", help="SLO scale that is compared (5)"
@@ -41,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work() -> int:
         check_outputs(given.output / "policies.png", given.json)
-        comparison = Comparison(given.model, given.load, given.rate, given.seconds, given.seeds, given.scale)
+        comparison = Comparison(
+            given.model, given.load, given.rate, given.seconds, given.seeds, given.scale, given.layers
+        )
         return compare(comparison, given.output, given.json, arguments)
 
     return reported(work)
