@@ -25,6 +25,8 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' $(LOCK))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Test workers would compile everything again, half a minute of processor time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup model demo serve check test soak format docs clean
 

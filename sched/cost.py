@@ -30,7 +30,7 @@ class Slowdown:
 
 
 def measured_slowdowns() -> dict[int, Slowdown]:
-    """By the share of the SMs that the prefill may use (0: all). Until steps have shown better: one H200, decode steps of
+    """By the share of the SMs that the prefill may use (0: all). Until steps show better: one H200, decode steps of
     32 rows (Llama-3.1-8B's shape, urgent streams, all SMs) beside chunks of 2,048 tokens of another such model. Without
     a bound 5.7 ms became 23.2, and the prefill kept 0.81 of its speed; with 48 % 6.1 ms became 7.8, and it kept 0.36
     (python -m bench.interference). The figures for 67 and 79 % lie between these on a logarithmic scale."""

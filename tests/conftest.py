@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 # Workers of pytest-xdist, and the processes that tests start, share the cores: threads of torch that wait for each
-# other in a busy loop only take them from one another. Devices set their own number of threads. Before torch is imported.
+# other in a busy loop only take them from one another. Devices set their own number of threads. Torch reads it when
+# it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct"
