@@ -142,6 +142,8 @@ def run_vllm(
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "4",
+            # Left to itself it keeps a core of a small machine free, and computes on what is left.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             **threads,
         }
         if not os.access(python, os.X_OK):
