@@ -142,7 +142,7 @@ def run_vllm(
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "4",
-            # Left to itself it keeps a core of a small machine free, and computes on what is left.
+            # Its threads are as many as the others have, and bound to cores no more than theirs.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             **threads,
         }
