@@ -19,13 +19,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--load",
         type=options.number(0.01, 100),
-        default=0.8,
+        default=0.65,
         metavar="X",
-        help="rate as a share of what the device can do at once (0.8)",
+        help="rate as a share of what the device can do at once (0.65)",
     )
     parser.add_argument("--rate", type=options.rate, metavar="R", help="requests per second in all, instead of --load")
     parser.add_argument(
-        "--seconds", type=options.number(1, 1e5), default=24.0, metavar="S", help="arrivals of each run (24)"
+        "--seconds", type=options.number(1, 1e5), default=18.0, metavar="S", help="arrivals of each run (18)"
     )
     parser.add_argument(
         "--seeds", type=options.whole(1, 1000), default=3, metavar="N", help="workloads of each kind (3)"

@@ -45,10 +45,11 @@ BURST = 128
 
 @dataclass(frozen=True)
 class Comparison:
-    """`load` is the rate as a share of the device's capacity, `rate` (in requests per second over all models) replaces
-    it; `seconds` of arrivals for each of `seeds` workloads. The first `layers` layers of `model` are served: with three
-    seeds of 24 s that is a thousand requests a policy on two slow cores, where all 30 of SmolLM2 made it 150, and two
-    runs of one policy lay 10 points apart."""
+    """`load` is the rate as a share of what the device did of a burst, `rate` (in requests per second over all models)
+    replaces it; `seconds` of arrivals for each of `seeds` workloads. The first `layers` layers of `model` are served:
+    on two slow cores that makes a thousand requests a policy in a quarter of an hour, where all 30 layers of SmolLM2
+    made it 150 (at a load of 0.8 two runs of one policy lay 10 points apart in either case; a queue that is always
+    about to overflow is chance)."""
 
     model: Path
     load: float
