@@ -60,7 +60,7 @@ check: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not model and not system'
 
 test: check model
-	$(BIN)/python -m pytest -q -m 'model or system'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'model or system'
 
 soak: setup
 	FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q tests/system/test_lending_soak.py
