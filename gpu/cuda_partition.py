@@ -1,4 +1,4 @@
-"""Parts of a GPU's SMs, made ahead: green contexts, whose streams run on their part alone.
+"""Parts of a GPU's SMs: green contexts, whose streams run on their part alone.
 
 A green context shares memory, modules and everything else with the device's primary context; torch uses its streams as
 `torch.cuda.ExternalStream(partitions.stream(share))`. Each split cuts the whole device in two, and splits overlap: a
