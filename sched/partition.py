@@ -2,9 +2,9 @@
 
 `none`: one step after the other, decodes and prefills of a model together; the only one where SMs cannot be shared, as
 on a CPU. `streams`: prefills beside decodes without bound, which gets most work done. `green`: prefills keep to a part
-of the SMs, while decodes run; decodes may use all, and find those free that the prefill may not
-use. `auto`: whichever of these lets the running answers keep to their targets; a prefill of the only model at work goes
-along in its decode steps, for then its weights are read once for both.
+of the SMs, while decodes run; decodes may use all, and find those free that the prefill may not use. `auto`: whichever
+of these lets the running answers keep to their targets; a prefill of the only model at work goes along in its decode
+steps, for then its weights are read once for both.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ from forebay.sched.sequence import Lane, Sequence
 from forebay.transport.messages import StepDone, StepPlan, Targets
 
 SPLITS = (48, 67, 79)
-"""Shares of the SMs that a prefill may be bound to, in per cent; the device splits each off when it is first asked for. Of an
-H200's 132 SMs they are 64, 88 and 104. The first is the one that `green` keeps to."""
+"""Shares of the SMs that a prefill may be bound to, in per cent; the device splits each off when it is first asked
+for. Of an H200's 132 SMs they are 64, 88 and 104. The first is the one that `green` keeps to."""
 
 SMALLEST_CHUNK = 64
 """Tokens: a smaller chunk reads all weights for too little."""
