@@ -23,7 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: made-up weights")
     parser.add_argument(
         "--partitions", metavar="MODE,...",
-        help="of none, streams, green and auto, in this order (all; none alone on a CPU)",
+        help="of none, streams, green, auto and shares of the SMs for prefills in per cent, in this order (the four; "
+        "none alone on a CPU)",
     )  # fmt: skip
     parser.add_argument(
         "--models", type=options.whole(1, 2), default=2, metavar="N",

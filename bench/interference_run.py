@@ -61,8 +61,11 @@ class Plan:
     def check(self, known: Sequence[str]) -> None:
         """Raises BenchError."""
         for mode in self.modes:
-            if mode not in known:
-                raise BenchError(f"--partitions: {mode!r} is unknown; there is: {', '.join(known)}")
+            if mode not in known and not _is_share(mode):
+                raise BenchError(
+                    f"--partitions: {mode!r} is unknown; there is: {', '.join(known)}, and shares of the SMs in per "
+                    f"cent, 1 to 99"
+                )
             if mode != "none" and self.device.startswith("cpu:"):
                 raise BenchError(f"--partitions {mode}: {self.device} has no SMs to share; none alone is allowed there")
         if len(set(self.modes)) < len(self.modes):
@@ -98,6 +101,10 @@ class Plan:
             )
 
         return [spec("a", self.decodes + 2), spec("b", 2)][: self.models]
+
+
+def _is_share(mode: str) -> bool:
+    return mode.isascii() and mode.isdecimal() and 0 < int(mode) < 100
 
 
 class Bound(Streams):
@@ -202,10 +209,15 @@ class Bench:
         modes = self._plan.modes
         if "none" in modes:
             self._try_out(make_partition("none"))
-        shares = {0: "streams" in modes or "auto" in modes, SPLITS[0]: "green" in modes or "auto" in modes}
-        for share in (0, *SPLITS):
-            if shares.get(share, "auto" in modes):
-                self._try_out(Bound(share))
+        shares = {int(mode) for mode in modes if _is_share(mode)}
+        if "streams" in modes:
+            shares.add(0)
+        if "green" in modes:
+            shares.add(SPLITS[0])
+        if "auto" in modes:
+            shares |= {0, *SPLITS}
+        for share in sorted(shares):
+            self._try_out(Bound(share))
         if "auto" in modes:
             self._try_out(make_partition("auto"))
             self._measure_for_auto()
@@ -236,7 +248,8 @@ class Bench:
 
     def mode(self, mode: str, trace: StepTrace | None) -> Found:
         plan = self._plan
-        loop = self._loop(make_partition(mode, self._targets, self._rows), trace)
+        bound = _is_share(mode)
+        loop = self._loop(Bound(int(mode)) if bound else make_partition(mode, self._targets, self._rows), trace)
         prefill_s = sum(self._read(loop, plan.prompt) for _ in range(plan.prompts))
         watch = self._answers(loop)
         before = watch.tokens(plan.steps)

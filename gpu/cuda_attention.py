@@ -9,7 +9,7 @@ values there are taken as zero, so blocks need not be cleared before use (seen i
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,17 @@ class AttentionShape:
         """Query heads that share a KV head."""
         return self.heads // self.kv_heads
 
-    def float_workspace_bytes(self, processors: int, decode_rows: int) -> int:
-        """What a step's partial results need at most, in a graph of up to `decode_rows` rows or a step of any size
-        (PrefillPlan in scheduler.cuh: one float a query head, row and element, and one more a row)."""
+    def float_workspace_bytes(self, processors: int, decode_rows: int, graphs: Iterable[tuple[int, int]] = ()) -> int:
+        """What a step's partial results need at most, in a graph of up to `decode_rows` rows, in graphs of so many
+        tokens and sequences, or in a step of any size launch by launch (PrefillPlan in scheduler.cuh: one float a query
+        head, row and element, and one more a row)."""
         split = _BLOCKS_PER_SM * processors // self.kv_heads
-        tile = _tile(self.group)
-        padded = max(split, -(-decode_rows * self.group // tile) + decode_rows - 1)
-        rows = max(padded * tile, split * _TILES[-1])
+        rows = split * _TILES[-1]
+        for tokens, sequences in ((decode_rows, decode_rows), *graphs):
+            # PrefillSplitQOKVIndptr there: the longest sequence that there could be decides on the tiles.
+            tile = _tile((tokens - sequences + 1) * self.group, self.head_size)
+            programs = -(-tokens * self.group // tile) + sequences - 1
+            rows = max(rows, max(split, programs) * tile)
         return self.heads * rows * (self.head_size + 1) * 4 + (1 << 16)
 
     def plan_bytes(self, tokens: int, sequences: int, processors: int) -> int:
@@ -66,9 +70,9 @@ class AttentionShape:
         return 13 * programs + 4 * (tokens + sequences + 2) + 4096
 
 
-def _tile(packed: int) -> int:
-    """FA2DetermineCtaTileQ for so many rows, at most: a larger one is only chosen for longer queries."""
-    return _TILES[0] if packed <= 16 else _TILES[1] if packed <= 64 else _TILES[2]
+def _tile(packed: int, head_size: int) -> int:
+    """FA2DetermineCtaTileQ (utils.cuh) for so many rows."""
+    return _TILES[0] if packed <= 16 else _TILES[2] if packed > 64 and head_size < 256 else _TILES[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,15 +119,19 @@ class PagedAttention:
         pinned: torch.Tensor,
         *,
         graph: bool,
+        room: int | None = None,
     ) -> Sequence[int]:
         """Divides a batch among the SMs; on the host, from arrays of the host: `queries` and `starts` as in Pages,
-        `lengths` in tokens. The current stream copies the plan from `pinned`, which must not change until then. With
-        `graph` every row has one query, and plans depend on the number of rows alone: a captured kernel takes later
-        ones."""
+        `lengths` in tokens. The current stream copies the plan from `pinned`, which must not change until then.
+        Sequences may have no queries, and no blocks then.
+
+        With `graph` a captured kernel takes later plans: with `room` they depend on the number of sequences and on
+        `room` alone, which is how many queries there may be together, and no less than there are sequences; without it
+        every sequence has one query, and they depend on the number of sequences."""
         rows = len(lengths)
         # With more rows than that keys are never split, so an ordinary plan has always the same numbers, and is better
         # than a graph's, which has up to a quarter of idle programs and merges what was not split.
-        padded = graph and rows <= self._most_split
+        padded = graph and (room is not None or rows <= self._most_split)
         shape = self.shape
         info: Sequence[int] = self._module.plan(
             workspace.floats,
@@ -132,7 +140,7 @@ class PagedAttention:
             torch.from_numpy(queries),
             torch.from_numpy(starts),
             torch.from_numpy(lengths),
-            int(queries[-1]),
+            int(queries[-1]) if room is None else room,
             rows,
             shape.heads,
             shape.kv_heads,
@@ -140,7 +148,7 @@ class PagedAttention:
             padded,
             shape.head_size,
             shape.head_size,
-            not graph,  # causal
+            room is not None or not graph,  # causal
             -1,  # no window
             -1,  # no fixed size of splits
             False,  # splits are allowed

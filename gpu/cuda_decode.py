@@ -64,6 +64,10 @@ class DecodeRows:
         self._tables, self._positions, self._pages = tables, positions, pages
         return count, int(self._starts[count])
 
+    def forget(self) -> None:
+        """Of rows that were followed, but whose step never ran: the next step begins anew."""
+        self._tables = []
+
     def _begin(self, sequences: list[Sequence], positions: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
         count = len(sequences)
         np.cumsum(pages, out=self._starts[1 : count + 1])

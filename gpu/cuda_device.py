@@ -18,7 +18,7 @@ from forebay.gpu.decoder import FAMILIES
 from forebay.gpu.decoder_weights import on_device
 from forebay.gpu.device import Telemetry
 from forebay.gpu.device_name import DeviceName
-from forebay.gpu.errors import DeviceError, ModelLoadError, StepError
+from forebay.gpu.errors import DeviceError, DeviceLost, ModelLoadError, StepError, is_lack
 from forebay.gpu.movable import MovableRunner, describe, require_room
 from forebay.gpu.pool import KVPool
 from forebay.gpu.runner import blocks_of_pool, context_limit
@@ -50,8 +50,8 @@ class CudaDevice:
         self._counting = threading.Lock()
         self._busy_seconds = 0.0
         self._jobs = 0
-        self._lost: DeviceError | None = None
-        with ExitStack() as undo:
+        self._lost: DeviceLost | None = None
+        with _opening(name), ExitStack() as undo:
             self._backend = undo.enter_context(CudaBackend(name))
             torch.cuda.set_device(self.torch_device)
             self._processors = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
@@ -82,22 +82,38 @@ class CudaDevice:
 
     def _diagnose(self, error: BaseException) -> BaseException:
         """What a step fails with. An error that CUDA cannot recover from is every later call's answer, too."""
-        if isinstance(error, StepError | DeviceError):
+        if isinstance(error, StepError | DeviceError) and not is_lack(error):
             return error
+        if (lost := self._loss(error)) is not None:
+            return lost
+        return StepError(f"{self.name} has no memory left for it: {error}") if is_lack(error) else error
+
+    def _loss(self, error: BaseException) -> DeviceLost | None:
+        """Whether that error was one that CUDA cannot recover from."""
         if self._lost is None:
             try:
                 torch.cuda.synchronize(self.torch_device)
             except Exception as lost:
-                self._lost = DeviceError(
+                self._lost = DeviceLost(
                     f"{self.name} is lost to this process, which must be started again: {error} (then: {lost})"
                 )
                 self._lost.__cause__ = error
-        return self._lost or error
+        return self._lost
+
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """What fails because the device is lost raises DeviceLost: it is neither the model's fault nor a lack."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, DeviceLost) and (lost := self._loss(error)) is not None:
+                raise lost from error
+            raise
 
     # Models ----------------------------------------------------------------------------------------------------------
 
     def load(self, spec: ModelSpec) -> CudaRunner:
-        with self._loading:
+        with self._loading, self._noticing_loss():
             self._require_new(spec)
             torch.cuda.set_device(self.torch_device)
             return self._load(spec, None)
@@ -175,8 +191,8 @@ class CudaDevice:
             yield
         except DeviceError as error:
             raise ModelLoadError(spec.name, spec.path, str(error)) from error
-        except RuntimeError as error:  # torch's own, CUDA's and cuBLAS' say it each in their way
-            if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
+        except RuntimeError as error:
+            if not is_lack(error):
                 raise
             raise ModelLoadError(spec.name, spec.path, f"{problem} ({error})") from error
 
@@ -224,7 +240,7 @@ class CudaDevice:
             return runner
 
     def restore(self, name: str) -> None:
-        with self._loading:
+        with self._loading, self._noticing_loss():
             torch.cuda.set_device(self.torch_device)
             movable = self._movable[name]
             if movable.runner is not None:
@@ -245,7 +261,7 @@ class CudaDevice:
             self._ranges[name] = place
 
     def evict(self, name: str) -> None:
-        with self._loading:
+        with self._loading, self._noticing_loss():
             if name in self._ranges:
                 self._lanes.wait(name)
                 self._ranges[name].evict()
@@ -274,6 +290,15 @@ class CudaDevice:
         for place in self._ranges.values():
             place.close()
         self._ranges.clear()
+
+
+@contextlib.contextmanager
+def _opening(name: DeviceName) -> Iterator[None]:
+    """torch's own errors (RuntimeError) become DeviceError, too."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"{name} cannot be opened: {error}") from error
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -1,5 +1,6 @@
 """CUDA's driver interface, as little of it as memory and copies need. Loaded only when a cuda device is opened."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,10 @@ class CudaContext:
         self._require(result, f"{device} cannot be opened")
         count = self.call(driver.cuDeviceGetCount())
         if device.index >= count:
-            raise DeviceError(f"{device} is not there: this process sees {count} CUDA devices, counted from 0")
+            raise DeviceError(
+                f"{device} is not there: this process sees {count} CUDA devices ({', '.join(self._names(count))}; "
+                f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+            )
         self.handle = self.call(driver.cuDeviceGet(device.index))
         attributes = driver.CUdevice_attribute
         for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
@@ -37,6 +41,11 @@ class CudaContext:
         self._context = self.call(driver.cuDevicePrimaryCtxRetain(self.handle))
         self.places = Places()
         self.closed = False
+
+    def _names(self, count: int) -> Iterator[str]:
+        for index in range(count):
+            name = self.call(self.driver.cuDeviceGetName(128, self.call(self.driver.cuDeviceGet(index))))
+            yield f"cuda:{index} {bytes(name).split(bytes(1))[0].decode()}"
 
     def attribute(self, which: Any) -> int:
         return int(self.call(self.driver.cuDeviceGetAttribute(which, self.handle)))

@@ -17,13 +17,11 @@ from forebay.gpu.decoder import DecoderShape, fast_shape
 from forebay.gpu.decoder_weights import Allocate, made_up_weights, merged_weights
 from forebay.gpu.errors import DeviceError, ModelLoadError
 from forebay.gpu.pool import KVShape
+from forebay.gpu.probing import PROBE_TOKENS, probe, probe_cuts
 from forebay.gpu.weights import (
-    PROBE_TOKENS,
     dtype_of,
     end_of_sequence,
     kv_shape,
-    probe,
-    probe_cuts,
     read_config,
     read_empty_model,
     read_model,

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
+import structlog
 import torch
 
+from forebay.gpu.cuda_graphs import Captures
 from forebay.gpu.cuda_lane import CudaLane, Flight
 from forebay.gpu.cuda_model import ModelOnDevice
 from forebay.gpu.cuda_stepper import Drawn, Stepper
-from forebay.gpu.errors import DeviceError
+from forebay.gpu.errors import DeviceError, is_lack
 from forebay.gpu.pool import KVShape
 from forebay.gpu.sequences import OpenSequences, Sequence
 from forebay.transport.messages.common import ModelSpec
@@ -22,6 +24,13 @@ from forebay.transport.messages.steps import CloseSequence, LaneKind, OpenSequen
 
 LANDING_S = 60.0
 """A step that needs a token which is late for so long is given up: the steps that draw it take milliseconds."""
+
+
+LACKING_S = 10.0
+"""So long a step waits for memory that the device lacks, beginning with pauses of FIRST_PAUSE_S. Memory that is on its
+way (weights that leave, a lane's results, a neighbour's peak) comes within a second or two."""
+
+FIRST_PAUSE_S = 0.02
 
 
 class Lanes(Protocol):
@@ -70,11 +79,9 @@ class CudaRunner:
         """What steps of a lane need, graphs included. By the thread that loads the model, or the lane's."""
         if kind not in self._steppers:
             lane, shared = self._lanes.lane(kind, self.spec.name), self._shared
-            graphs = shared.model.graphs and kind != "prefill"
-            rows = shared.max_sequences if graphs else 0
-            floats = lane.floats(shared.attention.shape.float_workspace_bytes(shared.processors, rows))
-            stepper = Stepper(shared, floats, graphs=graphs)
-            if graphs:
+            captures = Captures.of(shared, kind)
+            stepper = Stepper(shared, lane.floats(captures.float_bytes(shared)), captures)
+            if shared.model.graphs:
                 stream = self._lanes.stream(kind)
                 self._captured_on.append((kind, stream))
                 stepper.capture(stream)
@@ -98,7 +105,7 @@ class CudaRunner:
                 if work.start + work.count - sequence.landed > 1:
                     self._await_tokens(sequence, work.start + work.count - 1)
             begin, begin_busy = time.perf_counter(), time.thread_time()
-            drawn = self.prepare(plan.lane).run(plan.work, checked, plan.share)
+            drawn = self._run(plan, checked)
             self.host_seconds += time.perf_counter() - begin
             self.host_busy_seconds += time.thread_time() - begin_busy
             if drawn is not None:
@@ -120,6 +127,30 @@ class CudaRunner:
 
         self._lanes.lane(plan.lane, self.spec.name).launch(Flight(start, land, fail, plan.share))
         return future
+
+    def _run(self, plan: StepPlan, sequences: list[Sequence]) -> Drawn | None:
+        """Waits where the device lacks memory, and with this step all that come after it in the lane: what other lanes
+        and other processes give back is used at once. Nothing that a step does before it has its memory is amiss when
+        it is done again. In vain it fails as any step does, and its requests with it."""
+        until, pause = 0.0, FIRST_PAUSE_S
+        while True:
+            try:
+                return self.prepare(plan.lane).run(plan.work, sequences, plan.share)
+            except Exception as error:
+                now = time.monotonic()
+                if not is_lack(error) or (until and now >= until):
+                    raise
+                if not until:
+                    until = now + LACKING_S
+                    structlog.get_logger().warning(
+                        "a step waits for memory of the device", model=self.spec.name, at_most_s=LACKING_S,
+                        error=str(error),
+                    )  # fmt: skip
+            torch.cuda.current_stream(self._shared.last_tokens.values.device).synchronize()
+            if plan.lane in self._steppers:
+                self._steppers[plan.lane].forget_rows()
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
 
     def _add_tokens(self, sequences: list[Sequence], tokens: list[int]) -> None:
         with self._tokens_landed:

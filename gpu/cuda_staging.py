@@ -4,12 +4,17 @@ The copy waits in the stream behind the steps ahead, so the pinned memory of a s
 is over: there are a few of each, used in turn.
 """
 
+import ctypes
+import mmap
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from forebay.gpu.errors import DeviceError
 
 DEPTH = 3
 """Steps of a lane that may be on the device or waiting there: one more than the lane core launches ahead."""
@@ -18,8 +23,22 @@ _ALIGNMENT = 16
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Memory of the host that the device copies from and to by itself: uint8 [size]."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    """Memory of the host that the device copies from and to by itself: uint8 [size]. Raises DeviceError.
+
+    Not torch's own: once that is dropped, it asks every stream that used it, and aborts the process where one of a
+    green context has gone before."""
+    runtime = torch.cuda.cudart()
+    pages = mmap.mmap(-1, size)
+    view: ctypes.Array[ctypes.c_char] = type("PinnedView", (ctypes.c_char * size,), {}).from_buffer(pages)
+    address = ctypes.addressof(view)
+    status = int(runtime.cudaHostRegister(address, size, 0))
+    if status:
+        raise DeviceError(
+            f"the host cannot pin {size} bytes of memory (CUDA error {status}); free some, or ask for less"
+        )
+    # Called before `view` lets go of the pages.
+    weakref.finalize(view, runtime.cudaHostUnregister, address).atexit = False
+    return torch.frombuffer(view, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,9 @@ class KVPool:
         self.slab_bytes = slab_bytes
         self.capacity = slots * slab_bytes
         backend = backend or MemfdBackend(DeviceName("cpu", 0))
+        self._backend = backend
         self._slabs: list[MemorySlab] = []
+        self._dropped: set[int] = set()
         with ExitStack() as undo:
             self._range = backend.arena(slab_bytes, slots)
             undo.callback(self._range.close)
@@ -81,7 +83,8 @@ class KVPool:
     @property
     def resident(self) -> int:
         """Bytes of the pool that take memory: on `cpu:N` those that have been written so far."""
-        return sum(slab.resident if isinstance(slab, Slab) else slab.size for slab in self._slabs)
+        there = (slab for place, slab in enumerate(self._slabs) if place not in self._dropped)
+        return sum(slab.resident if isinstance(slab, Slab) else slab.size for slab in there)
 
     @property
     def slabs(self) -> tuple[MemorySlab, ...]:
@@ -94,6 +97,25 @@ class KVPool:
         self._range.replace(place, slab)
         old, self._slabs[place] = self._slabs[place], slab
         old.close()
+
+    def drop(self, place: int) -> None:
+        """Gives the memory of a slab back to the device. Nothing may touch its part of the range from now on; one that
+        is dropped already stays so."""
+        if place not in self._dropped:
+            self._range.unmap(place)
+            self._slabs[place].close()
+            self._dropped.add(place)
+
+    def fill(self, place: int) -> None:
+        """Gives a slab that was dropped memory again, zeros. Raises DeviceError, OSError where the device has none."""
+        if place in self._dropped:
+            with ExitStack() as undo:
+                slab = self._backend.slab(self.slab_bytes)
+                undo.callback(slab.close)
+                self._range.map(place, slab)
+                undo.pop_all()
+            self._slabs[place] = slab
+            self._dropped.remove(place)
 
     def blocks(self, shape: KVShape) -> int:
         """How many blocks of this shape the whole pool holds."""

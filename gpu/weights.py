@@ -1,43 +1,30 @@
 """Loading a model folder (Hugging Face's layout), and refusing what our attention would compute wrongly.
 
-Refusal comes in two steps: what the configuration says (windows, positions that depend on the batch), and then a probe,
-which runs a few tokens through the model's own attention and through ours and compares the logits.
+Refusal comes in two steps: what the configuration says (windows, positions that depend on the batch), and then a probe
+of the loaded model (probing.py).
 """
 
 import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from forebay.gpu.attention import (
-    ATTENTION_NAME,
-    LayerViews,
-    PagedBatch,
-    Scratch,
-    Share,
-    build_layout,
-)
 from forebay.gpu.errors import ModelLoadError
-from forebay.gpu.linear import pack_linear_layers
 from forebay.gpu.pool import KVShape
-from forebay.transport.messages import BLOCK_TOKENS, ModelSpec
+from forebay.gpu.probing import convert_and_probe
+from forebay.transport.messages import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _making_models = threading.Lock()
 """While transformers makes a model it changes what all threads of a process share: models that another thread makes
 meanwhile may come out without their tied weights."""
-
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
-"""Largest difference of a logit, as a share of the largest logit."""
 
 _STATIC_POSITIONS = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Rotary embeddings that depend on a token's position alone, not on how long the whole batch is."""
@@ -117,7 +104,7 @@ def load_weights(spec: ModelSpec) -> Weights:
     require_context(spec, config)
     shape = kv_shape(config, dtype)
     with torch.inference_mode():
-        _convert_and_probe(model, shape, refuse)
+        convert_and_probe(model, shape, refuse)
     return Weights(
         model=model,
         shape=shape,
@@ -297,85 +284,3 @@ def end_of_sequence(model: Any) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-_HARMLESS_ARGUMENTS = frozenset(
-    {"dropout", "sliding_window", "position_ids", "use_cache", "cache", "past_key_values", "output_attentions"}
-)
-"""What a layer may hand to its attention besides queries, keys and values without wanting other results. Windows are
-checked by the configuration."""
-
-
-def _convert_and_probe(model: Any, shape: KVShape, refuse: Callable[[str], ModelLoadError]) -> None:
-    """Turns the model to our attention and packed layers, and compares with what it gave before."""
-
-    def run(tokens: torch.Tensor) -> tuple[torch.Tensor, dict[int, frozenset[str]]]:
-        model.set_attn_implementation(ATTENTION_NAME)
-        pack_linear_layers(model)
-        return _run_paged(model, shape, tokens)
-
-    probe(model, shape, run, refuse)
-
-
-PROBE_TOKENS = 2 * BLOCK_TOKENS + 7
-
-
-def probe(
-    model: Any,
-    shape: KVShape,
-    run: Callable[[torch.Tensor], tuple[torch.Tensor, dict[int, frozenset[str]]]],
-    refuse: Callable[[str], ModelLoadError],
-) -> None:
-    """Compares the logits of `model` with those that `run` gives for the same tokens [1, length], cut by `probe_cuts`,
-    once it has turned the model to our attention; it also tells by layer what else its attention was given. Raises
-    ModelLoadError where the model would be served wrongly."""
-    length = min(PROBE_TOKENS, model.config.max_position_embeddings)
-    device = next(model.parameters()).device
-    tokens = torch.arange(1, length + 1, device=device).mul_(7919).remainder_(model.config.vocab_size).unsqueeze(0)
-    positions = torch.arange(length, device=device).unsqueeze(0)
-    architecture = type(model).__name__
-    try:
-        expected = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
-        found, seen = run(tokens)
-    except Exception as error:
-        # A foreign architecture may fail anywhere in its own code; whatever it raises, we cannot serve it.
-        raise refuse(f"{architecture} does not work with paged attention: {type(error).__name__}: {error}") from error
-    if set(seen) != set(range(shape.layers)):
-        raise refuse(
-            f"{architecture} sends {len(seen)} of its {shape.layers} layers through transformers' attention "
-            "interface; models whose layers do not all use it are not supported"
-        )
-    special = sorted(frozenset[str]().union(*seen.values()) - _HARMLESS_ARGUMENTS)
-    if special:
-        raise refuse(f"the attention of {architecture} wants {special[0]!r}, which is not supported")
-    if not bool(torch.isfinite(expected).all()):
-        raise refuse(f"its logits are not finite in {str(shape.dtype).removeprefix('torch.')}; try float32")
-    difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-    if not difference <= _PROBE_TOLERANCE[shape.dtype]:
-        raise refuse(
-            f"{architecture} gives other logits with paged attention (by {difference:.1%}); its attention is not plain "
-            "causal attention, so it is not supported"
-        )
-
-
-def probe_cuts(length: int) -> list[tuple[int, int]]:
-    """First and last position of each step of a probe: a first chunk, a second one, then single tokens."""
-    return list(pairwise(sorted({0, length // 3, length - 2, length - 1, length})))
-
-
-def _run_paged(model: Any, shape: KVShape, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[int, frozenset[str]]]:
-    length = tokens.shape[1]
-    positions = torch.arange(length).unsqueeze(0)
-    blocks = -(-length // BLOCK_TOKENS)
-    views = LayerViews(torch.zeros(blocks, *shape.block, dtype=shape.dtype), shape)
-    table = np.arange(blocks)[::-1].copy()
-    logits = []
-    seen: dict[int, frozenset[str]] = {}
-    scratch = Scratch()
-    for start, end in probe_cuts(length):
-        shares = [Share(table, start, end - start)]
-        batch = PagedBatch(build_layout(shares, shape), views, scratch, seen)
-        span = slice(start, end)
-        out = model(input_ids=tokens[:, span], position_ids=positions[:, span], use_cache=False, paged=batch)
-        logits.append(out.logits[0])
-    return torch.cat(logits), seen

@@ -5,7 +5,8 @@ import threading
 import time
 
 EXIT_UNUSABLE = 78
-"""Exit status (EX_CONFIG) of a process that cannot work as it was told to: starting it again would not help."""
+"""Exit status (EX_CONFIG) of a process that cannot work as it was told to: starting it again does not help before
+something outside it changes."""
 
 EXIT_BROKEN = 70
 """Exit status (EX_SOFTWARE) of a worker whose device broke down under it: started again, it may work."""

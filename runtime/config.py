@@ -241,7 +241,7 @@ def _of_lending(configuration: Configuration) -> list[str]:
 def _of_device(section: DeviceSection) -> list[str]:
     sizes: dict[str, int] = {"spill": 0}
     found = []
-    optional = ("spill", "weights_memory", "weights_host")
+    optional = ("spill", "weights_memory", "weights_host", "reserve")
     for key in ("memory", "slab", *(key for key in optional if getattr(section, key))):
         try:
             sizes[key] = parse_bytes(getattr(section, key))

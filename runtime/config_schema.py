@@ -16,6 +16,9 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Bytes = int | str
 
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+GPU_RESERVE = 512 << 20
+"""What `reserve` is on a GPU unless it is given: room for a context, or a large step, of another process."""
+
 LARGEST_SIZE = 64 << 40
 """Bytes; no device has more."""
 
@@ -84,6 +87,14 @@ class DeviceSection(_Section, frozen=True):
             "and in the host's where there is none"
         ),
     ] = False
+    reserve: Annotated[
+        Bytes,
+        Meta(
+            description="memory of the device that is to stay free: where other processes take it, the KV pool gives "
+            "idle slabs back to the device, and takes them again when there is room; 0: 512MiB on a GPU, none on a CPU "
+            "device"
+        ),
+    ] = 0
     partition: Annotated[
         Literal["auto", "streams", "green", "none"],
         Meta(
@@ -278,6 +289,9 @@ class Configuration(_Section, frozen=True):
                 weights_memory=parse_bytes(section.weights_memory) if section.weights_memory else 0,
                 weights_host=parse_bytes(section.weights_host) if section.weights_host else 0,
                 weights_borrow=section.weights_borrow,
+                reserve=parse_bytes(section.reserve)
+                if section.reserve
+                else GPU_RESERVE * section.device.startswith("cuda:"),
             )
             for section in self.devices
         }

@@ -227,6 +227,8 @@ class LenderLoop:
             except (DeviceError, OSError) as error:
                 log.error("%s: slab %d could not be made anew: %s", self._name, entry.number, error)
                 self.table.remove([entry])
+                # Whoever gave it may find memory for another later.
+                self._background.spawn(self._unasked([], [entry], 0, ()))
         fit = [entry for entry in fit if entry.number in self.table.slabs]
         for entry in fit:
             entry.place = "free"

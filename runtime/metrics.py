@@ -54,9 +54,15 @@ class _Snapshot:
             ):
                 family.add_metric([model.name], value)
         held = GaugeMetricFamily("forebay_worker_requests", "Requests that a worker holds", labels=["worker", "gpu"])
+        given = GaugeMetricFamily(
+            "forebay_worker_pool_given_bytes",
+            "KV memory that a worker has given back to its device, because another process takes memory there",
+            labels=["worker", "gpu"],
+        )
         for worker in self._status.workers:
             held.add_metric([worker.id, worker.gpu], worker.running)
-        yield from (waiting, running, replicas, prompts, cached, evictions, restores, restore_s, held)
+            given.add_metric([worker.id, worker.gpu], worker.given)
+        yield from (waiting, running, replicas, prompts, cached, evictions, restores, restore_s, held, given)
 
 
 class _Lending:

@@ -10,8 +10,12 @@ import subprocess
 import time
 from pathlib import Path
 
-CONTROL = "nvidia-cuda-mps-control"
+CONTROL, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 PIPES, LOGS, PERCENTAGE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+REQUIRED = "FOREBAY_MPS_REQUIRED"
+"""Set for a process that must not use the GPU without the daemon: CUDA itself goes on without one where none is, and
+without the percentage."""
 
 PATIENCE_S = 30.0
 """How long a daemon may take to come up, or to end."""
@@ -41,20 +45,40 @@ def running(folder: Path) -> int | None:
         pid = int((folder / "pipe" / f"{CONTROL}.pid").read_text())
         if _is_daemon(pid, folder):
             return pid
-    processes = (int(name) for name in os.listdir("/proc") if name.isdecimal())
-    return next((pid for pid in processes if _is_daemon(pid, folder)), None)
+    return next((pid for pid in _processes() if _is_daemon(pid, folder)), None)
+
+
+def servers(folder: Path) -> list[int]:
+    """The process ids of the daemon's servers, which it starts when clients come. They survive a daemon that is
+    killed: their clients go on, but nobody can join them any more."""
+    return sorted(pid for pid in _processes() if any(word.endswith(SERVER.encode()) for word in _words(pid, folder)))
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def _is_daemon(pid: int, folder: Path) -> bool:
     """Whether this process is a daemon (not one that only talks to it) with that folder."""
+    words = _words(pid, folder)
+    return b"-d" in words and any(word.endswith(CONTROL.encode()) for word in words)
+
+
+def _words(pid: int, folder: Path) -> list[bytes]:
+    """The command line of a living process that has that folder in its environment; nothing for any other."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         dead = b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return False
-    ours = f"{PIPES}={folder / 'pipe'}".encode() in variables
-    return ours and not dead and b"-d" in words and any(word.endswith(CONTROL.encode()) for word in words)
+        return []
+    return words if not dead and f"{PIPES}={folder / 'pipe'}".encode() in variables else []
+
+
+def require() -> None:
+    """Raises MpsError where this process must be a daemon's client and there is none."""
+    if REQUIRED in os.environ and (pipes := os.environ.get(PIPES)) and running(folder := Path(pipes).parent) is None:
+        raise MpsError(f"no MPS daemon runs in {folder}; start one with: forebay mps start {folder}")
 
 
 def explain() -> str:
@@ -79,6 +103,11 @@ def start(folder: Path) -> int:
         raise MpsError(
             f"an MPS daemon runs in {folder} already (process {pid}); end it with: forebay mps stop {folder}"
         )
+    if left := servers(folder):
+        raise MpsError(
+            f"the MPS daemon in {folder} died, its servers live on (processes {', '.join(map(str, left))}) and may "
+            f"have clients yet, which lose the GPU with them; end what was left with: forebay mps stop {folder}"
+        )
     try:
         for part in ("pipe", "log"):
             (folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -96,11 +125,12 @@ def start(folder: Path) -> int:
 
 def stop(folder: Path) -> int:
     """Ends the folder's daemon, and gives the process id that it had. Raises MpsError where none runs (what a dead one
-    left is removed) and where it does not end: it waits for its clients."""
+    left is removed, its servers are ended) and where it does not end: it waits for its clients."""
     folder = folder.absolute()
     pid = running(folder)
     if pid is None:
-        if left := clear(folder):
+        ended = [f"{SERVER} {server}" for server in _end_servers(folder)]
+        if left := clear(folder) + ended:
             raise MpsError(f"the MPS daemon in {folder} was dead; what it left was removed ({', '.join(left)})")
         raise MpsError(f"no MPS daemon runs in {folder}; forebay mps start {folder} starts one")
     _require_program()
@@ -110,10 +140,28 @@ def stop(folder: Path) -> int:
         if time.monotonic() > deadline:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+            _end_servers(folder)
             raise MpsError(f"the MPS daemon in {folder} (process {pid}) did not end within {PATIENCE_S:g} s; killed it")
         time.sleep(0.02)
     clear(folder)
     return pid
+
+
+def _end_servers(folder: Path) -> list[int]:
+    """Of a daemon that is dead; gives their process ids. Raises MpsError where one cannot be ended."""
+    ended = servers(folder)
+    for how, patience_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, PATIENCE_S)):
+        for pid in servers(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, how)
+        deadline = time.monotonic() + patience_s
+        while servers(folder) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    if left := servers(folder):
+        raise MpsError(
+            f"the servers of the dead MPS daemon in {folder} do not end (processes {left}): end them by hand"
+        )
+    return ended
 
 
 def clear(folder: Path) -> list[str]:

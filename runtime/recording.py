@@ -43,7 +43,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class LaneSettings(msgspec.Struct, frozen=True, tag=True):
     """How a lane core was made. `arena_slots` is how many slabs the spill arena has addresses for, of which the first
     `host_slots` are host memory; `weights` are those of tenants, 1 where none is given; `weights_memory`
-    bounds the bytes of models' weights that are there at once (0: all are); `costs` is all of the cost file."""
+    bounds the bytes of models' weights that are there at once (0: all are); `costs` is all of the cost file; `reserve`
+    bytes of the device are left free (0: nobody looks)."""
 
     slabs: int
     slab_bytes: int
@@ -58,6 +59,7 @@ class LaneSettings(msgspec.Struct, frozen=True, tag=True):
     partition: str = "none"
     targets: dict[str, Targets] = {}
     costs: tuple[CostRow, ...] = ()
+    reserve: int = 0
 
 
 class CentralHeader(msgspec.Struct, frozen=True, tag=True):
@@ -183,6 +185,7 @@ def make_lane_core(settings: LaneSettings) -> LaneCore:
         settings.lend,
         make_partition(settings.partition, settings.targets, settings.costs),
         weights_memory=settings.weights_memory,
+        reserve=settings.reserve,
     )
 
 

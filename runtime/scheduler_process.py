@@ -114,6 +114,7 @@ class SchedulerProcess:
         )
         self._peers: dict[int, str] = {}  # by process id, of this host's peers
         self._pids: dict[str, int] = {}
+        self._failures: dict[tuple[str, str], str] = {}  # why a worker could not load a model, as it was logged
         self._problem: str | None = None
         self._door_key = secrets.token_hex(16)
         self._credential = secrets.token_hex(32)
@@ -205,7 +206,11 @@ class SchedulerProcess:
                     ["--gpu", device.device, "--scheduler", self._hub.endpoint, *journal, *trace],
                     {
                         **({CREDENTIAL_VARIABLE: self._credential} if self._configuration.lending.tokens else {}),
-                        **(mps.environment(Path(device.mps), device.mps_percentage) if device.mps else {}),
+                        **(
+                            {**mps.environment(Path(device.mps), device.mps_percentage), mps.REQUIRED: "1"}
+                            if device.mps
+                            else {}
+                        ),
                     },
                 )
 
@@ -229,17 +234,29 @@ class SchedulerProcess:
                         child.ready()
                     if isinstance(message, Open):
                         self._on_open(message, child)
+                        self._works(peer)
                 case Leave():
                     leaver = self._pids.get(peer)
                     if leaver is not None and self._supervisor.by_pid(leaver) is None:
                         self._forget(leaver)
                 case ModelReady(model):
+                    self._works(peer)
+                    self._failures.pop((peer, model), None)
                     self._log.info("a model is ready", model=model, worker=peer, max_context=message.max_context)
                 case ModelFailed(model, reason):
-                    self._log.error("a model could not be loaded", model=model, worker=peer, reason=reason)
+                    self._works(peer)  # its device was opened
+                    told = self._failures.get((peer, model)) == reason
+                    self._failures[peer, model] = reason
+                    say = self._log.debug if told else self._log.error
+                    say("a model could not be loaded", model=model, worker=peer, reason=reason)
                 case _:
                     pass
             self._decide(Received(peer, message))
+
+    def _works(self, peer: str) -> None:
+        pid = self._pids.get(peer)
+        if pid is not None and (child := self._supervisor.by_pid(pid)) is not None:
+            child.works()
 
     def _on_unreadable(self, peer: str, error: Exception) -> None:
         self._log.error("an unreadable frame", peer=peer, error=str(error))
@@ -264,6 +281,8 @@ class SchedulerProcess:
         peer = self._peers.pop(pid, None)
         if peer is not None:
             self._pids.pop(peer, None)
+            for key in [key for key in self._failures if key[0] == peer]:
+                del self._failures[key]
         return peer
 
     def _on_hopeless(self, reason: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from forebay.sched.lane_events import (
+    DropSlabs,
+    FillSlabs,
     LaneCommand,
     LaneEvent,
     LendSlabs,
@@ -47,7 +49,10 @@ BUFFER_BYTES = 1 << 16
 MOST_BYTES = 1 << 30
 """A trace grows no larger: what comes after is not recorded."""
 
-MARKS = (Reset, SlabsBack, SpillFreed, SpillGrew, SpillRevoked, LendSlabs, TakeBackSlabs, WantSpill, ModelOpened)
+MARKS = (
+    Reset, SlabsBack, SpillFreed, SpillGrew, SpillRevoked, LendSlabs, TakeBackSlabs, WantSpill, ModelOpened, DropSlabs,
+    FillSlabs,
+)  # fmt: skip
 """Events and commands that are drawn as a moment."""
 
 _encode = msgspec.json.Encoder().encode

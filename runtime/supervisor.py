@@ -2,6 +2,10 @@
 
 Starting has three outcomes: the process becomes ready (its owner says so), it raises (it exits with EXIT_UNUSABLE: what
 it was told cannot work), or it dies. Stopping is ask, wait, kill, join.
+
+EXIT_UNUSABLE gives a process up only as long as it has never worked: then what it was told is wrong. What has worked
+can work again (a GPU, an MPS daemon, a file, memory that a neighbour took), and the others go on meanwhile: it is tried
+again with growing pauses, for as long as it takes.
 """
 
 import asyncio
@@ -13,10 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forebay.runtime.child import EXIT_UNUSABLE
-from forebay.sched.backoff import STABLE_S, restart_delay
+from forebay.sched.backoff import LONGEST_S, LONGEST_UNUSABLE_S, STABLE_S, restart_delay
 
 DEATHS_BEFORE_READY = 4
 """A process that never became ready is given up after so many deaths."""
+
+UNUSABLE = "what has worked cannot work any more; it is tried again until it can, and the others go on"
+"""Logged once, until it works again."""
 
 
 class Child:
@@ -30,6 +37,9 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.deaths = 0
         self.was_ready = False
+        self.has_worked = False
+        self.unusable = False
+        """It has worked, and its last instance could not; whoever reads the log was told what to do."""
         self._ready_at: float | None = None
         self._lifeline: int | None = None
 
@@ -57,16 +67,22 @@ class Child:
         self.was_ready = True
         self._ready_at = asyncio.get_running_loop().time()
 
-    def died(self) -> float | None:
+    def works(self) -> None:
+        """The current instance has done what it is for: what it was told cannot be all wrong."""
+        self.has_worked = True
+        self.unusable = False
+
+    def died(self, unusable: bool) -> float | None:
         """Seconds to wait before it is started again, or None if it is given up."""
         now = asyncio.get_running_loop().time()
         if self._ready_at is not None and now - self._ready_at > STABLE_S:
             self.deaths = 0
+            self.works()  # a device without models has nothing to say
         self._ready_at = None
         self.deaths += 1
-        if not self.was_ready and self.deaths >= DEATHS_BEFORE_READY:
+        if not self.has_worked and (unusable or (not self.was_ready and self.deaths >= DEATHS_BEFORE_READY)):
             return None
-        return restart_delay(self.deaths)
+        return restart_delay(self.deaths, LONGEST_UNUSABLE_S if unusable else LONGEST_S)
 
 
 class Supervisor:
@@ -101,11 +117,15 @@ class Supervisor:
             self._on_exit(child, pid, reason)
             if self._ending():
                 return
-            delay = child.died()
-            if status == EXIT_UNUSABLE or delay is None:
-                why = "it cannot work as configured" if status == EXIT_UNUSABLE else f"{child.deaths} times in a row"
+            unusable = status == EXIT_UNUSABLE
+            delay = child.died(unusable)
+            if delay is None:
+                why = "it cannot work as configured" if unusable else f"{child.deaths} times in a row"
                 self._on_hopeless(f"{child.name} {reason} ({why}); its last log lines above say more")
                 return
+            if unusable and not child.unusable:
+                child.unusable = True
+                self._log.error(UNUSABLE, child=child.name, do="remove what its log line above names", how=reason)
             self._log.warning("a process died and will be started again", child=child.name, how=reason, in_s=delay)
             await asyncio.sleep(delay)
 

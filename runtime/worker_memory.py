@@ -7,26 +7,28 @@ became of it is told to the core as an event. Nothing here waits.
 import asyncio
 import math
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import ExitStack
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from forebay.gpu.backend import MemorySlab, memory_backend
+from forebay.gpu.backend import memory_backend
 from forebay.gpu.device import Device
 from forebay.gpu.errors import DeviceError
 from forebay.gpu.memory import Slab
 from forebay.gpu.pieces import block_pieces
-from forebay.runtime.client import Borrower, HeldLease, Lender, Reclaimed
+from forebay.runtime.client import Borrower, HeldLease, Lender
+from forebay.runtime.host_budget import available
 from forebay.runtime.recording import LaneSettings
 from forebay.runtime.spill_checks import SpillChecks
+from forebay.runtime.worker_lending import WorkerLending
+from forebay.runtime.worker_neighbour import WorkerNeighbour
 from forebay.sched.cost_table import parse_costs
 from forebay.sched.lane_events import (
     LaneEvent,
     LendSlabs,
-    SlabsBack,
     SpillFreed,
     SpillGrew,
     SpillRevoked,
@@ -78,6 +80,7 @@ def lane_settings(settings: DeviceSettings, divisible: bool) -> LaneSettings:
         partition=settings.partition if divisible else "none",
         targets=settings.targets,
         costs=parse_costs(Path(settings.costs).read_bytes(), settings.costs) if settings.costs else (),
+        reserve=settings.reserve,
     )
 
 
@@ -109,7 +112,7 @@ class WorkerMemory:
         self._tasks: set[asyncio.Task[None]] = set()
         self._borrowing = False
         self._borrower: Borrower | None = None
-        self._lender: Lender | None = None
+        self._lending: WorkerLending | None = None
         self.ticks = settings.lend or bool(self._empty)
         """Whether the core wants to hear that time passes."""
         number = device.name.index
@@ -120,17 +123,22 @@ class WorkerMemory:
                     Borrower(scheduler, number, gpu, slab_bytes=settings.slab_bytes, credential=credential)
                 )
             if settings.lend:
-                self._lender = undo.enter_context(
+                lending = WorkerLending(device.pool, self._memory, self._tell, self._spawn, log)
+                lending.lender = undo.enter_context(
                     Lender(
                         scheduler,
                         number,
                         gpu,
                         slab_bytes=settings.slab_bytes,
                         credential=credential,
-                        on_yielded=self._from_thread(self._yielded),
-                        on_replaced=self._replaced,
+                        on_yielded=self._from_thread(lending.yielded),
+                        on_replaced=lending.replaced,
                     )
                 )
+                self._lending = lending
+            # A CPU device has what its container may have, which can be less than what the machine has.
+            free = available if device.name.kind == "cpu" else self._free
+            self.neighbour = WorkerNeighbour(device.pool, free, settings.reserve, self._tell, log)
             slots = arena_slots(settings)
             if slots:
                 self._arena = undo.enter_context(self._memory.arena(settings.slab_bytes, slots))
@@ -143,6 +151,9 @@ class WorkerMemory:
                 self._copier = undo.enter_context(self._memory.copier())
                 self._checks = SpillChecks(self._memory, device.pool.base, self._arena.base)
             self._undo = undo.pop_all()
+
+    def _free(self) -> int:
+        return self._memory.memory().free
 
     def _from_thread(self, callback: Callable[..., None]) -> Callable[..., None]:
         """The callback, in the worker's loop, and with what its log lines carry."""
@@ -261,43 +272,18 @@ class WorkerMemory:
     # Lending ---------------------------------------------------------------------------------------------------------
 
     def lend(self, command: LendSlabs) -> None:
-        assert self._lender is not None, "the core lends only where it may"
-        slabs = [self._device.pool.slabs[place] for place in command.slabs]
-        self._log.info("lending what is idle", slabs=len(slabs))
-        self._spawn(self._lender.offer_slabs_async(slabs))
+        assert self._lending is not None, "the core lends only where it may"
+        self._lending.lend(command)
 
     def take_back(self, command: TakeBackSlabs) -> None:
-        assert self._lender is not None, "the core lends only where it may"
-        self._spawn(self._reclaim(self._lender, command.count * self._slab_bytes, command.deadline_s))
-
-    async def _reclaim(self, lender: Lender, size: int, deadline_s: float) -> None:
-        self._yielded(await lender.take_back_async(size, deadline_s))
-
-    def _yielded(self, reclaimed: Reclaimed) -> None:
-        if self._closing:
-            return
-        if reclaimed.missing:
-            self._log.warning("lent memory is not back yet", bytes=reclaimed.missing, holders=reclaimed.holders)
-        places = [self._place(slab) for slab in reclaimed.slabs]
-        for slab in reclaimed.kept:  # somebody may still map it: its memory must not be ours
-            places.append(self._place(slab))
-            self._device.pool.replace(places[-1], self._memory.slab(self._slab_bytes))
-        if places:
-            self._log.info("lent memory is back", slabs=len(places))
-            self._tell(SlabsBack(tuple(places)))
-
-    def _replaced(self, old: MemorySlab, new: MemorySlab) -> None:
-        """In the lender's thread. Nobody touches the pool where it is lent."""
-        self._device.pool.replace(self._place(old), new)
-
-    def _place(self, slab: MemorySlab) -> int:
-        """Which slab of the pool this is."""
-        slabs: Sequence[MemorySlab] = self._device.pool.slabs
-        return next(place for place, mine in enumerate(slabs) if mine is slab)
+        assert self._lending is not None, "the core lends only where it may"
+        self._lending.take_back(command)
 
     def close(self) -> None:
         """Waits for copies, gives back what is borrowed, ends what is lent. Closing twice is fine."""
         self._closing = True
+        if self._lending is not None:
+            self._lending.close()
         for task in self._tasks:
             task.cancel()
         self._undo.close()

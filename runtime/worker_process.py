@@ -8,29 +8,24 @@ import os
 import secrets
 import socket
 from concurrent.futures import Future
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, assert_never
 
-from forebay.gpu.device import Device, open_device, parse_device
-from forebay.gpu.errors import DeviceError, ModelLoadError, StepError
-from forebay.gpu.movable import MovableRunner
-from forebay.gpu.runner import Runner
+from forebay.gpu.device import parse_device
+from forebay.gpu.errors import DeviceError, DeviceLost, StepError
 from forebay.runtime import logs, mps
 from forebay.runtime.child import EXIT_BROKEN, EXIT_UNUSABLE, end_with_parent, exit_soon
-from forebay.runtime.keyring import CREDENTIAL_VARIABLE
 from forebay.runtime.loop import Failure, on_signals, run
-from forebay.runtime.recording import Header, Recorder, make_lane_core
+from forebay.runtime.mps import MpsError
 from forebay.runtime.step_trace import StepTrace
+from forebay.runtime.worker_device import WorkerDevice, open_worker_device
 from forebay.runtime.worker_feeds import Feeds
-from forebay.runtime.worker_memory import WorkerMemory, lane_settings
-from forebay.runtime.worker_weights import WeightMover
 from forebay.sched.lane_events import (
     Deliver,
-    LaneCommand,
+    DropSlabs,
+    FillSlabs,
     LaneEvent,
     LendSlabs,
-    ModelOpened,
     Report,
     Reset,
     SpillFreed,
@@ -51,9 +46,6 @@ from forebay.transport.messages import (
     Join,
     Leave,
     Load,
-    ModelFailed,
-    ModelReady,
-    ModelSpec,
     OpenSequence,
     Refused,
     Rejoin,
@@ -101,20 +93,13 @@ class WorkerProcess:
         self._log = log
         self._trace = None if trace is None else StepTrace(trace, gpu)
         self._broken = False
-        self._cost_models: set[str] = set()
         self._id = f"{gpu}-{os.getpid()}-{secrets.token_hex(2)}"
         self._heartbeat_s = WAITING_HEARTBEAT_S
         self._session = Session()
-        self._settings: DeviceSettings | None = None
-        self._device: Device | None = None
-        self._memory: WorkerMemory | None = None
-        self._core: Recorder[LaneEvent, LaneCommand] | None = None
-        self._weights: WeightMover | None = None
-        self._runners: dict[str, Runner] = {}
-        self._wanted: set[str] = set()  # models that the present session asked for and has not been answered about
+        self._opened: WorkerDevice | None = None
+        self._loader: asyncio.Task[None] | None = None
         self._unopened: dict[int, str] = {}  # sequences that the runner refused
         self._feeds = Feeds(log)
-        self._to_load: asyncio.Queue[ModelSpec] = asyncio.Queue()
         self._exit: asyncio.Future[int]
 
     async def run(self) -> int:
@@ -129,31 +114,20 @@ class WorkerProcess:
         self._join()
         self._beat()
         self._loop.call_later(PATIENCE_S, self._complain)
-        loader = asyncio.create_task(self._load_models(), name="load models")
-        loader.add_done_callback(self._loader_ended)
         try:
             return await self._failure.or_done(self._exit)
         finally:
-            loader.cancel()
-            await asyncio.gather(loader, return_exceptions=True)
+            if self._loader is not None:
+                self._loader.cancel()
+                await asyncio.gather(self._loader, return_exceptions=True)
             self._link.close()
             self._feeds.close()
-            if self._core is not None:
-                self._core.close()
+            if self._opened is not None:
+                self._opened.core.close()
             if self._trace is not None:
                 self._trace.close()
-            if not self._broken:
-                await self._close_device()
-
-    async def _close_device(self) -> None:
-        if self._weights is not None:
-            await asyncio.to_thread(self._weights.close)
-        if self._memory is not None:
-            await asyncio.to_thread(self._memory.close)
-        if self._device is not None:
-            self._device.close()
-        if self._weights is not None:
-            await asyncio.to_thread(self._weights.give_back)
+            if self._opened is not None and not self._broken:
+                await self._opened.close()
 
     def _on_signal(self) -> None:
         # A service manager signals all processes at once; the scheduler drains first, and then says Stop.
@@ -175,22 +149,28 @@ class WorkerProcess:
         if not self._session.welcomed and not self._exit.done():
             self._log.warning("no scheduler has answered yet; waiting for one", scheduler=self._scheduler)
 
-    def _break_down(self, reason: str) -> None:
+    def _break_down(self, error: DeviceError, **where: int) -> None:
         """The device is beyond repair, for this process: another one takes over, and requests go on there. Nothing is
         closed any more, for that might wait for ever for work that will never end."""
+        if self._exit.done():
+            return
+        self._log.error("the device broke down; this worker ends", error=str(error), **where)
         self._broken = True
-        self._end(EXIT_BROKEN, reason)
+        self._end(EXIT_BROKEN, f"{error}{mps.explain()}")
         exit_soon(EXIT_BROKEN)
 
     def _beat(self) -> None:
         # Also before the welcome: a scheduler that came up later answers it with Rejoin.
         self._link.send(Heartbeat())
-        if self._core is not None:
-            self._core.flush()
         if self._trace is not None:
             self._trace.flush()
-        if self._memory is not None and (self._memory.ticks or self._weights is not None):
-            self._decide(Tick())
+        if (opened := self._opened) is not None:
+            opened.core.flush()
+            # A model that is being loaded may use the beginning of the pool, and nobody knows yet how much of it.
+            if not opened.models.loading:
+                opened.memory.neighbour.look()
+            if opened.ticks:
+                self._decide(Tick())
         self._loop.call_later(self._heartbeat_s, self._beat)
 
     def _on_unreadable(self, peer: str, error: Exception) -> None:
@@ -207,11 +187,12 @@ class WorkerProcess:
                 case Welcome(heartbeat_s=heartbeat_s, settings=settings):
                     self._welcome(heartbeat_s, settings)
                 case Load(model):
-                    self._load(model)
+                    assert self._opened is not None, "models are loaded after the welcome"
+                    self._opened.models.want(model)
                 case Rejoin(reason):
                     self._log.warning("joining anew; all requests are dropped", reason=reason)
-                    self._wanted.clear()
-                    if self._core is not None:
+                    if self._opened is not None:
+                        self._opened.models.forget_wishes()
                         self._decide(Reset(reason))
                     self._join()
                 case Refused(reason):
@@ -230,110 +211,51 @@ class WorkerProcess:
         if settings is None:
             self._log.info("joined; the configuration does not name this device, so there is nothing to load")
             return
-        if self._settings is not None and self._settings != settings:
-            reason = f"{self._gpu} is open with {self._settings}, the scheduler now wants {settings}: start it again"
+        if self._opened is not None and self._opened.settings != settings:
+            reason = (
+                f"{self._gpu} is open with {self._opened.settings}, the scheduler now wants {settings}: start it again"
+            )
             self._log.error("the configuration changed", reason=reason)
             return self._end(EXIT_UNUSABLE, reason)
-        if self._device is None:
+        if self._opened is None:
             try:
-                self._device, self._memory, self._core = self._open_device(settings)
-                if settings.weights_memory:
-                    credential = os.environ.get(CREDENTIAL_VARIABLE, "")
-                    self._weights = WeightMover(
-                        self._device, settings, self._scheduler, credential, self._decide, self._log
-                    )
-            except (DeviceError, OSError, ValueError) as error:
-                reason = f"{error}{mps.explain()}"
+                self._opened = open_worker_device(
+                    self._gpu,
+                    self._scheduler,
+                    self._journal,
+                    settings,
+                    self._decide,
+                    self._link.send,
+                    self._break_down,
+                    self._log,
+                )
+            except (DeviceError, MpsError, OSError, ValueError) as error:
+                reason = str(error) if isinstance(error, MpsError) else f"{error}{mps.explain()}"
                 self._log.error("the device cannot be opened", gpu=self._gpu, error=reason)
                 return self._end(EXIT_UNUSABLE, reason)
-            self._settings = settings
-        self._log.info("joined", memory=self._device.pool.capacity, threads=settings.threads)
-
-    def _open_device(self, settings: DeviceSettings) -> tuple[Device, WorkerMemory, Recorder[LaneEvent, LaneCommand]]:
-        """The device, the memory around it, and the core that decides for it. Raises DeviceError, OSError, ValueError
-        (settings that no core can have)."""
-        with ExitStack() as undo:
-            device = open_device(self._gpu, settings)
-            undo.callback(device.close)
-            lane = lane_settings(settings, divisible=device.name.kind == "cuda")
-            self._cost_models = {row.model for row in lane.costs}
-            core = make_lane_core(lane)
-            credential = os.environ.get(CREDENTIAL_VARIABLE, "")
-            memory = WorkerMemory(self._gpu, self._scheduler, device, settings, credential, self._decide, self._log)
-            undo.callback(memory.close)
-            header = Header(PROTOCOL_VERSION, f"lane-{self._gpu}-{os.getpid()}", lane)
-            recorder = Recorder(core, header, self._journal)
-            undo.pop_all()
-            return device, memory, recorder
-
-    # Models --------------------------------------------------------------------------------------------------------
-
-    def _load(self, spec: ModelSpec) -> None:
-        runner = self._runners.get(spec.name)
-        if runner is not None and runner.spec != spec:
-            reason = f"this worker holds {runner.spec}, not {spec}; start it again"
-            self._link.send(ModelFailed(spec.name, reason))
-            return
-        self._wanted.add(spec.name)
-        if runner is None:
-            self._to_load.put_nowait(spec)
-        else:
-            self._answer(runner)
-
-    def _answer(self, runner: Runner) -> None:
-        """Says that a model is ready, once, and only to the session that asked for it."""
-        name = runner.spec.name
-        if name in self._wanted:
-            self._wanted.remove(name)
-            self._link.send(ModelReady(name, runner.max_context, runner.blocks, runner.block_bytes))
-
-    async def _load_models(self) -> None:
-        while True:
-            spec = await self._to_load.get()
-            if spec.name not in self._runners and spec.name in self._wanted:
-                assert self._device is not None, "models are loaded after the welcome"
-                self._log.info("loading", model=spec.name, path=spec.path, dtype=spec.dtype)
-                try:
-                    # Where weights come and go, those of this model come when the core says so.
-                    load = self._device.load if self._weights is None else self._device.introduce
-                    runner: Runner = await asyncio.to_thread(load, spec)
-                except ModelLoadError as error:
-                    self._log.error("a model could not be loaded", model=spec.name, error=str(error))
-                    if spec.name in self._wanted:
-                        self._wanted.remove(spec.name)
-                        self._link.send(ModelFailed(spec.name, str(error)))
-                    continue
-                self._runners[spec.name] = runner
-                assert self._memory is not None
-                self._memory.open_model(spec.name, runner.block_bytes)
-                opened = ModelOpened(
-                    spec.name,
-                    runner.block_bytes,
-                    spec.max_sequences,
-                    spec.step_tokens,
-                    spec.popularity,
-                    cost_name="" if spec.name in self._cost_models else Path(spec.path).name,
-                    weight_bytes=runner.weight_bytes if isinstance(runner, MovableRunner) else 0,
-                )
-                self._decide(opened)
-            if (loaded := self._runners.get(spec.name)) is not None:
-                self._answer(loaded)
+            self._loader = asyncio.create_task(self._opened.models.run(), name="load models")
+            self._loader.add_done_callback(self._loader_ended)
+        self._log.info("joined", memory=self._opened.device.pool.capacity, threads=settings.threads)
 
     def _loader_ended(self, loader: "asyncio.Task[None]") -> None:
-        if not loader.cancelled() and (error := loader.exception()) is not None:
+        if loader.cancelled() or (error := loader.exception()) is None:
+            return
+        if isinstance(error, DeviceLost):
+            self._break_down(error)
+        else:
             self._failure.set(error)
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
     def _decide(self, event: LaneEvent) -> None:
-        assert self._core is not None, "requests come after the welcome"
-        assert self._memory is not None
+        assert self._opened is not None, "requests come after the welcome"
+        memory, models = self._opened.memory, self._opened.models
         if self._exit.done():
             return
         now = self._loop.time()
         if self._trace is not None:
             self._trace.event(now, event)
-        for command in self._core.handle(now, event):
+        for command in self._opened.core.handle(now, event):
             if self._trace is not None:
                 self._trace.command(now, command)
             match command:
@@ -346,27 +268,32 @@ class WorkerProcess:
                 case OpenSequence():
                     self._open(command)
                 case CopyBlocks():
-                    self._memory.copy(command)
+                    memory.copy(command)
                 case WantSpill():
-                    self._memory.want(command)
+                    memory.want(command)
                 case SpillFreed():
-                    self._memory.free(command)
+                    memory.free(command)
                 case LendSlabs():
-                    self._memory.lend(command)
+                    memory.lend(command)
                 case TakeBackSlabs():
-                    self._memory.take_back(command)
+                    memory.take_back(command)
+                case DropSlabs():
+                    memory.neighbour.drop(command)
+                case FillSlabs():
+                    memory.neighbour.fill(command)
                 case EvictWeights() | RestoreWeights():
-                    assert self._weights is not None
-                    self._weights.move(command)
+                    assert self._opened.weights is not None
+                    self._opened.weights.move(command)
                 case CloseSequence():
                     if self._unopened.pop(command.sequence, None) is None:
-                        self._runners[command.model].close(command)
+                        models.runners[command.model].close(command)
                 case _:
                     assert_never(command)
 
     def _open(self, command: OpenSequence) -> None:
+        assert self._opened is not None
         try:
-            self._runners[command.model].open(command)
+            self._opened.models.runners[command.model].open(command)
         except StepError as error:  # what no front door of ours would send
             self._log.error("a sequence cannot be opened", model=command.model, error=str(error))
             self._unopened[command.sequence] = str(error)
@@ -376,7 +303,8 @@ class WorkerProcess:
             if (reason := self._unopened.get(work.sequence)) is not None:
                 self._loop.call_soon(self._decide, StepFailed(plan.step, reason))
                 return
-        self._runners[plan.model].launch(plan).add_done_callback(
+        assert self._opened is not None
+        self._opened.models.runners[plan.model].launch(plan).add_done_callback(
             lambda future: self._loop.call_soon_threadsafe(self._landed, plan.step, future)
         )
 
@@ -387,8 +315,7 @@ class WorkerProcess:
         if error is None:
             self._decide(future.result())
         elif isinstance(error, DeviceError):
-            self._log.error("the device broke down; this worker ends", step=step, error=str(error))
-            self._break_down(f"{error}{mps.explain()}")
+            self._break_down(error, step=step)
         else:
             self._log.error("a step failed", step=step, error=repr(error), exc_info=error)
             self._decide(StepFailed(step, str(error) or repr(error)))

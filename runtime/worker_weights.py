@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from forebay.gpu.device import Device
+from forebay.gpu.errors import DeviceLost
 from forebay.runtime.borrower import Borrower
 from forebay.runtime.lent_shelf import LentShelf
 from forebay.sched.lane_events import LaneEvent
@@ -23,9 +24,9 @@ from forebay.transport.messages import (
 
 
 class WeightMover:
-    """Made in the event loop; `decide` takes events for the lane core and is called in it. Where `settings` say so the
-    weights that are away lie in memory that is borrowed through the scheduler at the endpoint `scheduler`. Raises
-    DeviceError, RefusedAddress, OSError."""
+    """Made in the event loop; `decide` takes events for the lane core, `lost` hears that the device is beyond repair,
+    both in the loop. Where `settings` say so the weights that are away lie in memory that is borrowed through the
+    scheduler at the endpoint `scheduler`. Raises DeviceError, RefusedAddress, OSError."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class WeightMover:
         scheduler: str,
         credential: str,
         decide: Callable[[LaneEvent], None],
+        lost: Callable[[DeviceLost], None],
         log: Any,
     ) -> None:
         self._device = device
@@ -45,6 +47,7 @@ class WeightMover:
             )
             device.keep_weights(LentShelf(self._borrower))
         self._decide = decide
+        self._lost = lost
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._closing = False
@@ -72,7 +75,9 @@ class WeightMover:
         if self._closing:
             return
         model, error = command.model, done.exception()
-        if error is not None:
+        if isinstance(error, DeviceLost):
+            self._lost(error)
+        elif error is not None:
             comes = isinstance(command, RestoreWeights)
             self._log.error("weights do not move", model=model, direction="in" if comes else "out", error=str(error))
             self._decide(WeightsFailed(model, str(error) or repr(error)))

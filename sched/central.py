@@ -40,6 +40,7 @@ from forebay.transport.messages import (
     ModelStatus,
     Open,
     Opened,
+    PoolResized,
     Query,
     Refused,
     Rejected,
@@ -96,6 +97,7 @@ class CentralCore:
             case Tick():
                 self._strangers.clear()
                 self._find_silent(now)
+                self._load_again(now)
             case Drain():
                 self._draining = True
                 self._announce()
@@ -145,7 +147,7 @@ class CentralCore:
             return self._open(now, peer, message)
         if (worker := self._workers.get(peer)) is not None:
             worker.last_heard = now
-            return self._from_worker(worker, message)
+            return self._from_worker(now, worker, message)
         if (door := self._doors.get(peer)) is not None:
             door.last_heard = now
             return self._from_door(door, message)
@@ -231,7 +233,7 @@ class CentralCore:
 
     # Workers -------------------------------------------------------------------------------------------------------
 
-    def _from_worker(self, worker: Worker, message: ToScheduler) -> None:
+    def _from_worker(self, now: float, worker: Worker, message: ToScheduler) -> None:
         match message:
             case Started() | Heartbeat():
                 pass
@@ -258,6 +260,7 @@ class CentralCore:
                 worker.finish_loading(name, "ready", max_context)
                 self._rank(worker)
                 self._models[name].was_ready = True
+                self._models[name].served_on.add((worker.host, worker.gpu))
                 self._models[name].max_context = max(
                     replica.max_context for replica in self._models[name].replicas.values() if replica.state == "ready"
                 )
@@ -265,8 +268,12 @@ class CentralCore:
                 self._dispatch(self._models[name])
             case ModelFailed(name, reason):
                 worker.finish_loading(name, "fail", reason=reason)
+                if (worker.host, worker.gpu) in self._models[name].served_on:
+                    worker.replicas[name].try_later(now)
                 self._fail_hopeless()
                 self._announce()
+            case PoolResized(given=given):
+                worker.given = given
             case WeightsMoved(name, resident, seconds):
                 model = self._models[name]
                 if resident:
@@ -280,6 +287,15 @@ class CentralCore:
                 raise IllegalTransition(
                     f"worker {worker.id} sent {type(message).__name__}, which only front doors send"
                 )
+
+    def _load_again(self, now: float) -> None:
+        """What a device has served before is there again when the cause is gone: a file, a neighbour's memory."""
+        for worker in self._workers.values():
+            for name, replica in worker.replicas.items():
+                if replica.again_at is not None and replica.again_at <= now:
+                    worker.load_again(name)
+                    self._send(worker.id, Load(self._models[name].spec))
+                    self._announce()
 
     def _dispatch(self, model: Model) -> None:
         """Gives waiting requests to replicas, oldest first, while any has room."""

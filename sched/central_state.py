@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import cast
 
+from forebay.sched.backoff import LONGEST_UNUSABLE_S, restart_delay
 from forebay.sched.routing import Ranking, window
 from forebay.sched.states import REPLICA, REQUEST, WORKER, IllegalTransition, move
 from forebay.transport.messages import ModelSpec, Submit, WorkerState
@@ -40,12 +41,14 @@ class Request:
 class Model:
     """`queue` holds the numbers of waiting requests, oldest first, with their arrivals. `mean_output` in tokens;
     `max_context` the most of its ready replicas, or what it was when there last was one (0: never). `replicas` are by
-    worker, `ranking` are the workers with room for one more, `window` is how many requests each may hold."""
+    worker, `served_on` are the devices (host, name) that ever had a ready one, `ranking` are the workers with room for
+    one more, `window` is how many requests each may hold."""
 
     spec: ModelSpec
     gpus: tuple[str, ...]
     queue: dict[int, int] = field(default_factory=dict)
     was_ready: bool = False
+    served_on: set[tuple[str, str]] = field(default_factory=set)
     max_context: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -74,17 +77,25 @@ class Model:
 
 @dataclass(slots=True)
 class Replica:
-    """One model on one worker. `max_context` in tokens."""
+    """One model on one worker. `max_context` in tokens. `failures` in a row, for a `reason`; `again_at`: when loading
+    is tried again (None: it is not)."""
 
     state: str = "loading"
     max_context: int = 0
     reason: str = ""
+    failures: int = 0
+    again_at: float | None = None
+
+    def try_later(self, now: float) -> None:
+        """It has failed: each time in a row it waits for longer."""
+        self.failures += 1
+        self.again_at = now + restart_delay(self.failures, LONGEST_UNUSABLE_S)
 
 
 @dataclass(slots=True)
 class Worker:
     """`requests` are those that it holds, `outstanding` all their tokens; `delivering` those that it has ended, but
-    whose last tokens the front door does not have yet."""
+    whose last tokens the front door does not have yet. `given`: bytes of its pool that are the device's for now."""
 
     id: str
     gpu: str
@@ -96,6 +107,7 @@ class Worker:
     requests: set[int] = field(default_factory=set)
     delivering: set[int] = field(default_factory=set)
     outstanding: int = 0
+    given: int = 0
     _held: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -117,6 +129,11 @@ class Worker:
         replica.state = move(REPLICA, f"on worker {self.id} model", model, replica.state, event)
         replica.max_context, replica.reason = max_context, reason
         self.settle()
+
+    def load_again(self, model: str) -> None:
+        replica = self.replicas[model]
+        replica.state = move(REPLICA, f"on worker {self.id} model", model, replica.state, "retry")
+        replica.again_at = None
 
     def settle(self) -> None:
         """Nothing left to load: the worker is ready (for what did load)."""

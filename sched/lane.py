@@ -14,12 +14,14 @@ from forebay.sched.blocks import BlockPool
 from forebay.sched.fairness import Fairness, FirstComeFirstServed
 from forebay.sched.lane_events import (
     Deliver,
+    DeviceMemory,
     LaneCommand,
     LaneEvent,
     ModelOpened,
     Report,
     Reset,
     SlabsBack,
+    SlabsFilled,
     SpillFreed,
     SpillGrew,
     SpillRevoked,
@@ -70,14 +72,16 @@ class LaneCore:
         lend: bool = False,
         partition: Partition | None = None,
         weights_memory: int = 0,
+        reserve: int = 0,
     ) -> None:
         """`space` is where preempted sequences go (none: they compute their tokens again), `lend` whether idle slabs of
         the pool are lent to others, `partition` how prefills and decodes share the device (none: in turns),
-        `weights_memory` how many bytes of weights are there at once (0: all)."""
+        `weights_memory` how many bytes of weights are there at once (0: all), `reserve` how many bytes of the device
+        other processes are to find free (0: they are not looked after)."""
         self._fairness = fairness or FirstComeFirstServed()
         space = space or SpillSpace(0, 0, pool.slab_bytes)
         self._residency = Residency(pool, policy.division, prefix_cache, self._fairness, space)
-        self._neighbours = Neighbours(self._residency, lend)
+        self._neighbours = Neighbours(self._residency, lend, reserve)
         self._weights = LaneWeights(weights_memory, self._residency)
         self.memory = self._residency.memory
         self.swap = self._residency.swap
@@ -122,6 +126,11 @@ class LaneCore:
                 self._neighbours.back(slabs)
             case WeightsGone() | WeightsBack() | WeightsFailed():
                 self._commands.extend(self._weights.answered(now, event))
+            case DeviceMemory(free):
+                largest = max((lane.block_bytes for lane in self._lanes.values()), default=0)
+                self._commands.extend(self._neighbours.device_memory(now, free, largest))
+            case SlabsFilled(count):
+                self._commands.extend(self._neighbours.filled(count))
             case Tick():
                 pass
             case Reset():

@@ -66,6 +66,19 @@ class SlabsBack(Message, frozen=True):
     slabs: tuple[int, ...]
 
 
+class DeviceMemory(Message, frozen=True):
+    """So many bytes of the device are free now, for all processes that use it."""
+
+    free: int
+
+
+class SlabsFilled(Message, frozen=True):
+    """The first `count` slabs of the last `FillSlabs` have memory again; for the others the device had none. Their
+    content means nothing."""
+
+    count: int
+
+
 LaneEvent = (
     ModelOpened
     | Start
@@ -77,6 +90,8 @@ LaneEvent = (
     | SpillGrew
     | SpillRevoked
     | SlabsBack
+    | DeviceMemory
+    | SlabsFilled
     | WeightsGone
     | WeightsBack
     | WeightsFailed
@@ -125,6 +140,18 @@ class TakeBackSlabs(Message, frozen=True):
     deadline_s: float
 
 
+class DropSlabs(Message, frozen=True):
+    """Give the memory of these slabs of the pool back to the device, at once: nothing here touches them."""
+
+    slabs: tuple[int, ...]
+
+
+class FillSlabs(Message, frozen=True):
+    """Give these slabs, which were dropped, memory again. `SlabsFilled` answers, before the next `DeviceMemory`."""
+
+    slabs: tuple[int, ...]
+
+
 LaneCommand = (
     OpenSequence
     | CloseSequence
@@ -136,6 +163,8 @@ LaneCommand = (
     | SpillFreed
     | LendSlabs
     | TakeBackSlabs
+    | DropSlabs
+    | FillSlabs
     | EvictWeights
     | RestoreWeights
 )

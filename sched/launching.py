@@ -14,7 +14,7 @@ from forebay.sched.lane_events import LaneCommand, Report
 from forebay.sched.partition import Chunk, Decoding, Partition
 from forebay.sched.policy import Policy
 from forebay.sched.residency import Residency
-from forebay.sched.sequence import Lane, Sequence
+from forebay.sched.sequence import Lane, Sequence, prefills
 from forebay.transport.messages import LaneKind, Started, StepDone, StepPlan, Work
 
 STEPS_AHEAD = 2
@@ -40,11 +40,6 @@ class Prefills:
 
     def due(self, now: float) -> float | None:
         return self.lane.due(now, filter(prefills, self.lane))
-
-
-def prefills(sequence: Sequence) -> bool:
-    """Whether it has prefill ahead of it."""
-    return sequence.state != "running" or sequence.pending > 1
 
 
 class Launching:

@@ -89,6 +89,11 @@ class LaneMemory:
         if self._quotas.adapt(needs):
             self._apply_quotas()
 
+    def resize(self, size: int) -> None:
+        """So many bytes of the pool are there now: quotas follow."""
+        self._quotas.resize(size)
+        self._apply_quotas()
+
     def check(self) -> None:
         self.pool.check()
         self._quotas.check()

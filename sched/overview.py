@@ -14,7 +14,7 @@ def hopeless(model: Model) -> str:
         return ""
     reason = ""
     for replica in model.replicas.values():
-        if replica.state != "failed":
+        if replica.state != "failed" or replica.again_at is not None:
             return ""
         reason = reason or replica.reason
     return f"model {model.spec.name!r} could not be loaded: {reason}"
@@ -33,6 +33,7 @@ def worker_statuses(workers: Workers, draining: bool) -> tuple[WorkerStatus, ...
             "draining" if draining else worker.status,
             tuple(name for name, replica in worker.replicas.items() if replica.state == "ready"),
             len(worker.requests),
+            worker.given,
         )
         for worker in workers.values()
     )

@@ -3,8 +3,8 @@
 `none`: one step after the other, decodes and prefills of a model together; the only one where SMs cannot be shared, as
 on a CPU. `streams`: prefills beside decodes without bound, which gets most work done. `green`: prefills keep to a part
 of the SMs, while decodes run; decodes may use all, and find those free that the prefill may not use. `auto`: whichever
-of these lets the running answers keep to their targets; a prefill of the only model at work goes along in its decode
-steps, for then its weights are read once for both.
+of these lets the running answers keep to their targets. And under `auto` prefills go along in their model's decode
+steps, where weights are read once for both: all of them while the model is the only one at work, short ones always.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from forebay.sched.cost import Costs
 from forebay.sched.cost_table import CostRow
 from forebay.sched.overlap import Overlaps
 from forebay.sched.policy import PATIENCE
-from forebay.sched.sequence import Lane, Sequence
+from forebay.sched.sequence import Lane, Sequence, prefills
 from forebay.transport.messages import StepDone, StepPlan, Targets
 
 SPLITS = (48, 67, 79)
@@ -32,7 +32,14 @@ MARGIN = 0.9
 change with every step."""
 
 CROWDED_S = 0.25
-"""For so long after another model had work prefills do not go along with decodes."""
+"""For so long after another model had work a model is not the only one."""
+
+SHORT_STEP = 256
+"""Tokens, decodes included, of a step that takes little longer than one of decodes alone: until there are about 190 an
+H200 waits for the weights anyway (790 TFLOP/s over 4.2 TB/s, two operations a parameter of two bytes)."""
+
+SHORT_STEPS = 4
+"""What goes along in so many short steps does not need the prefill lane."""
 
 LATE = 0.5
 """A prompt that has waited for this part of its target is not held back any more."""
@@ -143,7 +150,7 @@ class Auto(Turns):
         self._overlaps = Overlaps(self.costs)
         self._share = 0
         self._alone: Lane | None = None
-        self._ride = 0
+        self._rides: dict[str, int] = {}
         self._crowded_until = 0.0
         self._delays: dict[int, float] = {}
         self._delay = 0.0
@@ -167,28 +174,40 @@ class Auto(Turns):
         if len(busy) > 1:
             self._crowded_until = now + CROWDED_S
         self._alone = busy[0] if len(busy) == 1 and now >= self._crowded_until else None
-        self._ride = 0 if self._alone is None else self._fitting(self._alone)
+        self._rides = {lane.model: self._along(lane) for lane in busy}
 
-    def _fitting(self, lane: Lane) -> int:
+    def _along(self, lane: Lane) -> int:
         """Tokens of prefill with which a step still comes within the target of the answers that it delays."""
-        decodes = [s for s in lane.running if s.state == "running" and s.pending == 1]
-        most = lane.step_tokens - len(decodes)
+        decodes, known, backlog = 0, 0, 0
+        for sequence in lane:
+            if prefills(sequence):
+                backlog += sequence.pending
+            else:
+                decodes += 1
+                known += sequence.known
+        most = lane.step_tokens - decodes
+        if lane is not self._alone:
+            most = min(most, SHORT_STEP - decodes)
+            if backlog > SHORT_STEPS * most:
+                return 0
+        if not backlog or most < min(SMALLEST_CHUNK, lane.step_tokens - decodes):
+            return 0
         if not decodes:
             return most
-        room = self.tpot_s(lane.model) - self.costs.decode_s(
-            lane.model, len(decodes), sum(sequence.known for sequence in decodes)
-        )
+        room = self.tpot_s(lane.model) - self.costs.decode_s(lane.model, decodes, known)
+        if room < 0 and lane is not self._alone:
+            return most  # they are too slow by themselves, and would be slower beside the prefill lane
         whole = self.costs.prefill_s(lane.model, most)
         tokens = most if whole <= room else _cut(most * room / whole)
         return tokens if tokens >= min(SMALLEST_CHUNK, most) else 0
 
     def ride(self, lane: Lane) -> int:
-        return self._ride if lane is self._alone else 0
+        return self._rides.get(lane.model, 0)
 
     # Beside decodes --------------------------------------------------------------------------------------------------
 
     def chunk(self, now: float, lane: Lane, oldest: Sequence, decoding: Iterable[Decoding]) -> Chunk | None:
-        if lane is self._alone and self._ride:
+        if self._rides.get(lane.model):
             return None
         self._delay = 0.0
         within: list[tuple[Decoding, float]] = []

@@ -34,6 +34,14 @@ class Quotas:
         self.bytes = {name: int(self.capacity * share / total) for name, share in self._weights.items()}
         self.bytes[model] += self.capacity - sum(self.bytes.values())
 
+    def resize(self, capacity: int) -> None:
+        """The pool has become smaller or larger, and all quotas with it, in proportion."""
+        old, self.capacity = self.capacity, capacity
+        self.bytes = {name: share * capacity // old for name, share in self.bytes.items()}
+        if self.bytes:
+            largest = max(self.bytes, key=lambda name: (self.bytes[name], name))
+            self.bytes[largest] += capacity - sum(self.bytes.values())
+
     def adapt(self, needs: dict[str, Need]) -> bool:
         """Moves quota from models with most to spare to those that are full and have a queue. Whether any moved."""
         moved = False

@@ -94,6 +94,11 @@ class Sequence:
         return self.arrival < other.arrival
 
 
+def prefills(sequence: Sequence) -> bool:
+    """Whether it has prefill ahead of it."""
+    return sequence.state != "running" or sequence.pending > 1
+
+
 Blocked = Literal["", "slots", "memory"]
 
 

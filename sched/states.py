@@ -42,10 +42,10 @@ WORKER: Final[Table] = {
 }
 
 REPLICA: Final[Table] = {
-    # One model on one worker.
+    # One model on one worker. One that failed is tried again where the same device has served it before.
     "loading": {"ready": "ready", "fail": "failed"},
     "ready": {},
-    "failed": {},
+    "failed": {"retry": "loading"},
 }
 
 SEQUENCE: Final[Table] = {

@@ -88,7 +88,8 @@ def test_answers_that_end_too_soon_are_told(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modes": ("half",)}, "'half' is unknown; there is: auto, streams, green, none"),
+        ({"modes": ("half",)}, "'half' is unknown; there is: auto, streams, green, none, and shares of the SMs"),
+        ({"modes": ("100",)}, "'100' is unknown"),
         ({"modes": ("none", "none")}, "one is named twice"),
         ({"device": "cpu:0", "modes": ("green",)}, "cpu:0 has no SMs to share"),
     ],

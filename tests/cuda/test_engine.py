@@ -404,12 +404,13 @@ request = run.open(prompt_of(40, 1, 1003))
 run.step((request, 40))
 stepper = run.runner.prepare("mixed")
 torch.cuda.synchronize()
-original = stepper._rows.write
+rows = stepper._arrays.decode_rows
+original = rows.write
 def spoil(arrays, bucket):
     lengths = original(arrays, bucket)
     arrays.indices.host[:] = 2**30  # no such block
     return lengths
-stepper._rows.write = spoil
+rows.write = spoil
 for attempt in range(2):
     try:
         run.launch((request, 1)).result(timeout=60)

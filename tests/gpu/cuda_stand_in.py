@@ -6,7 +6,7 @@ addresses that it was captured with, and everything of a stream happens in order
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from forebay.gpu import cuda_stepper
 from forebay.gpu.cuda_attention import AttentionShape, Pages
 from forebay.gpu.cuda_draws import BARRED, IGNORE_END, DrawSettings
 from forebay.gpu.cuda_lane import CudaLane
@@ -59,12 +58,12 @@ class Stream:
 class Graph:
     captured = 0
 
-    def __init__(self, stepper: Any, *launches: Any) -> None:
+    def __init__(self, memory: object, launches: Callable[[], None]) -> None:
         Graph.captured += 1
-        self._stepper, self._launches = stepper, launches
+        self._launches = launches
 
     def replay(self) -> None:
-        self._stepper._decode_launches(*self._launches)
+        self._launches()
 
 
 class Attention:
@@ -73,12 +72,20 @@ class Attention:
         self.planned: list[tuple[bool, int]] = []
 
     def plan(
-        self, queries: Any, starts: Any, lengths: Any, workspace: Any, pinned: torch.Tensor, *, graph: bool
-    ) -> Sequence[int]:
-        assert len(pinned) == len(workspace.plan) >= self.shape.plan_bytes(int(queries[-1]), len(lengths), 132)
+        self, queries: Any, starts: Any, lengths: Any, workspace: Any, pinned: torch.Tensor, *, graph: bool,
+        room: int | None = None,
+    ) -> Sequence[int]:  # fmt: skip
+        there = int(queries[-1])
+        assert len(pinned) == len(workspace.plan) >= self.shape.plan_bytes(room or there, len(lengths), 132)
         assert np.array_equal(-(-lengths // 16), np.diff(starts))
+        if room is not None:
+            assert graph
+            assert max(there, len(lengths)) <= room
+            assert len(workspace.floats) >= self.shape.float_workspace_bytes(132, 0, [(room, len(lengths))])
+        elif graph:
+            assert np.array_equal(queries, np.arange(len(lengths) + 1))
         self.planned.append((graph, len(lengths)))
-        return []
+        return [graph, room or -1, len(lengths)] if graph else [there, int(starts[-1])]
 
     def run(
         self,
@@ -94,6 +101,8 @@ class Attention:
         out = torch.full_like(queries, torch.nan)
         for i in range(len(pages.starts) - 1):
             begin, end = int(pages.queries[i]), int(pages.queries[i + 1])
+            if begin == end:
+                continue
             blocks = pages.indices[int(pages.starts[i]) : int(pages.starts[i + 1])].long()
             length = 16 * (len(blocks) - 1) + int(pages.last_tokens[i])
             keys, values = (cache[blocks, side].flatten(0, 1)[:length].transpose(0, 1) for side in (0, 1))
@@ -148,7 +157,7 @@ def standing_in() -> Iterator[None]:
         patch.setattr("forebay.gpu.cuda_stepper.DeviceSampler", Sampler)
         patch.setattr("forebay.gpu.cuda_step.CudaOperators", TorchOperators)
         patch.setattr("forebay.gpu.cuda_step.rope_and_append", rope_and_append)
-        patch.setattr(cuda_stepper.Stepper, "_captured", lambda stepper, *launches: Graph(stepper, *launches))
+        patch.setattr("forebay.gpu.cuda_graphs.captured", Graph)
         yield
 
 

@@ -87,6 +87,12 @@ class Blocks:
         assert len(found) == count, "the test's pool is too small"
         return tuple(found)
 
+    def give(self, runner: Runner, blocks: list[int]) -> None:
+        """For others, whose steps come after all that use them so far."""
+        size = runner.block_bytes // 64
+        for block in blocks:
+            self._free[block * size : (block + 1) * size] = True
+
 
 @dataclass
 class Request:
@@ -97,6 +103,7 @@ class Request:
     prompt_tokens: int
     computed: int = 0
     table: int = 0
+    blocks: list[int] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
 
 
@@ -122,6 +129,11 @@ class Driver:
     def close(self, request: Request) -> None:
         self.runner.close(CloseSequence(request.number, self.runner.spec.name))
 
+    def give(self, request: Request) -> None:
+        """Closes it, and lets others have its blocks."""
+        self.close(request)
+        self.blocks.give(self.runner, request.blocks)
+
     def launch(self, *counts: tuple[Request, int]) -> "Future[StepDone]":
         """Launches a step that computes the next `count` tokens of each request; it samples where these are all."""
         work = []
@@ -129,6 +141,7 @@ class Driver:
             end = request.computed + count
             needed = max(0, -(-end // self.runner.shape.block_tokens) - request.table)
             blocks = self.blocks.take(self.runner, needed)
+            request.blocks += blocks
             kept = request.table if request.computed else 0
             request.table += needed
             sample = end == len(request.tokens)

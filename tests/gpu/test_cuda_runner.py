@@ -4,9 +4,14 @@ The kernels and the device have their tests in tests/cuda."""
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from forebay.gpu import cuda_runner
+from forebay.gpu.cuda_graphs import Captures
+from forebay.gpu.cuda_step import CudaStep, FastModel
+from forebay.gpu.cuda_stepper import Stepper
 from forebay.gpu.errors import StepError
 from forebay.transport.messages import OpenSequence, Sampling, StepPlan, Work
 from tests.gpu.cuda_stand_in import Attention, Graph, StandIn, spec_of, standing_in
@@ -56,13 +61,18 @@ def attention(run: Driver) -> Attention:
     return found
 
 
+def stepper_of(run: Driver) -> Stepper:
+    found = run.runner.prepare("mixed")  # type: ignore[attr-defined]
+    assert isinstance(found, Stepper)
+    return found
+
+
 def continuation(request: Request) -> list[int]:
     return request.tokens[request.prompt_tokens :]
 
 
 def test_prompts_in_chunks_and_decodes_in_graphs(device, folders, expected) -> None:
     run = driver(device, folders["llama"], max_sequences=6)
-    captured = Graph.captured
     short, long = run.open(prompt_of(15, 15)), run.open(prompt_of(100, 100))
     run.step((short, 15))
     run.step((long, 33))
@@ -71,6 +81,7 @@ def test_prompts_in_chunks_and_decodes_in_graphs(device, folders, expected) -> N
     single, middle = run.open(prompt_of(1, 1)), run.open(prompt_of(40, 40))
     run.step((long, 1), (middle, 40), (short, 1), (single, 1))
     attention(run).planned.clear()
+    captured = Graph.captured
     for _ in range(8):
         run.step((short, 1), (long, 1), (middle, 1))
     for _ in range(3):
@@ -81,7 +92,81 @@ def test_prompts_in_chunks_and_decodes_in_graphs(device, folders, expected) -> N
         got = continuation(request)
         assert got == expected["llama", request.prompt_tokens][: len(got)]
         assert len(got) >= 4
-    assert Graph.captured == captured, "all graphs were captured when the model was loaded"
+    assert Graph.captured == captured, "those of decodes were captured when the model was loaded"
+
+
+def test_mixed_steps_are_captured_when_they_come_again(device, folders, expected) -> None:
+    run = driver(device, folders["llama"], max_sequences=6)
+    steady = run.open(prompt_of(15, 15))
+    run.step((steady, 15))
+    captured, shapes = Graph.captured, stepper_of(run).captures.mixed
+    assert shapes is not None
+    attention(run).planned.clear()
+    requests = [run.open(prompt_of(n, n)) for n in (17, 40, 100)]
+    run.step((requests[0], 17), (steady, 1))  # 64 tokens, the second time
+    assert Graph.captured == captured + 1
+    for count in (33, 50):
+        run.step((steady, 1), (requests[2], count))
+    run.step((steady, 1), (requests[1], 40), (requests[2], 17))
+    run.step((requests[2], 1), (steady, 1), (requests[1], 1))  # a decode step
+    assert Graph.captured == captured + 1, "steps of one shape have one graph"
+    assert attention(run).planned == [(True, 32)] * 8 + [(True, 4)], "of each step all rows, and those kept"
+    for _ in range(3):
+        run.step((steady, 1), *((request, 1) for request in requests))
+    for request in (steady, *requests):
+        got = continuation(request)
+        assert got == expected["llama", request.prompt_tokens][: len(got)]
+
+
+def test_steps_with_and_without_graphs_draw_the_same(device, folders) -> None:
+    """Random schedules, with chunks that sample nothing, on one lane with captured mixed steps and on one without."""
+    runs = [
+        driver(device, folders["llama"], name, Blocks(device.pool.capacity // 2, 7)) for name in ("graphs", "plain")
+    ]
+    stepper = stepper_of(runs[1])
+    stepper.captures = Captures(stepper.captures.decodes, None)
+    pairs: list[tuple[Request, ...]] = []
+    chance = np.random.default_rng(3)
+    captured = Graph.captured
+    for turn in range(60):
+        if len(pairs) < 6 and chance.random() < 0.4:
+            length = int(chance.integers(1, 70))
+            pairs.append(tuple(run.open(prompt_of(length, turn)) for run in runs))
+        elif pairs and chance.random() < 0.1:
+            for run, request in zip(runs, pairs.pop(0), strict=True):
+                run.close(request)
+        counts = []
+        for pair in pairs:
+            pending = len(pair[0].tokens) - pair[0].computed
+            counts.append((pair, min(pending, int(chance.choice([1, 9, 70])))))
+        for i, run in enumerate(runs):
+            if counts:
+                run.step(*((pair[i], count) for pair, count in counts))
+        assert [pair[0].tokens for pair in pairs] == [pair[1].tokens for pair in pairs], f"turn {turn}"
+    kinds = {key[0] for key in stepper_of(runs[0]).graphs.held}  # type: ignore[index]
+    assert kinds == {"mixed", "decode"}
+    assert Graph.captured > captured
+
+
+def test_a_step_for_whose_graph_there_is_no_memory_runs_launch_by_launch(
+    device, folders, expected, monkeypatch
+) -> None:
+    run = driver(device, folders["llama"])
+    request, long = run.open(prompt_of(17, 17)), run.open(prompt_of(100, 100))
+    run.step((request, 17))
+    tried = []
+
+    def too_large(*launches: object) -> None:
+        tried.append(launches)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("forebay.gpu.cuda_graphs.captured", too_large)
+    for count in (30, 30, 30):
+        run.step((request, 1), (long, count))
+    assert len(tried) == 1, "it is not tried again"
+    run.step((long, 10), (request, 1))
+    assert continuation(request) == expected["llama", 17][:5]
+    assert continuation(long) == expected["llama", 100][:1]
 
 
 def test_steps_launched_long_before_earlier_ones_land(device, folders, expected) -> None:
@@ -227,3 +312,55 @@ def test_slots_come_back_when_sequences_are_closed(device, folders) -> None:
     del future
     device.lanes["mixed"].call(lambda: None)
     assert len(free) == before
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_step_that_lacks_memory_waits_and_goes_on_as_if_it_had_not(
+    device, folders, expected, monkeypatch, kind
+) -> None:
+    run = driver(device, folders["llama"])
+    request, other = run.open(prompt_of(40, 40)), run.open(prompt_of(15, 15))
+    run.step((request, 39), (other, 15))
+    lacking = 3
+    logits = FastModel.logits
+
+    def scarce(model: FastModel, tokens: torch.Tensor, step: CudaStep) -> torch.Tensor | None:
+        nonlocal lacking
+        if lacking:
+            lacking -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return logits(model, tokens, step)
+
+    if kind == "prefill":
+        long = run.open(prompt_of(100, 100))
+        monkeypatch.setattr(FastModel, "logits", scarce)
+        run.step((long, 100), (request, 1))
+        assert continuation(long) == expected["llama", 100][:1]
+    else:
+        # The prompt's last token, which the device has not seen, and one that only the device knows.
+        monkeypatch.setattr(FastModel, "logits", scarce)
+        run.step((request, 1), (other, 1))
+    assert lacking == 0
+    for _ in range(4):
+        run.step((request, 1), (other, 1))
+    assert continuation(request) == expected["llama", 40][:5]
+    got = continuation(other)
+    assert got == expected["llama", 15][: len(got)]
+    assert len(got) >= 5
+
+
+def test_a_step_that_lacks_memory_for_too_long_fails(device, folders, expected, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_runner, "LACKING_S", 0.1)
+    run = driver(device, folders["llama"])
+    request = run.open(prompt_of(15, 15))
+    with monkeypatch.context() as patch:
+
+        def scarce(*_: object) -> None:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+        patch.setattr(FastModel, "logits", scarce)
+        with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+            run.step((request, 15))
+    fresh = run.open(prompt_of(15, 15))
+    run.step((fresh, 15))
+    assert continuation(fresh) == expected["llama", 15][:1]

@@ -81,3 +81,25 @@ def test_closed_pool_gives_its_memory_back_with_the_last_view(pool) -> None:
     assert float(view[1].sum()) == 2.0 * view[1].numel()
     with pytest.raises(DeviceError, match="closed"):
         pool.view(SHAPES[0])
+
+
+def test_slabs_that_are_dropped_take_no_memory_and_come_back_as_zeros() -> None:
+    pool = KVPool(4 * SLAB, SLAB)
+    whole = pool.view(KVShape(1, 1, 8, torch.float32))
+    flat = whole.view(-1)
+    flat.fill_(1.0)
+    before = pool.slabs
+    pool.drop(2)
+    pool.drop(2)
+    assert before[2].closed
+    assert pool.resident == 3 * SLAB
+    assert (pool.slabs[0], pool.slabs[3]) == (before[0], before[3])
+    assert float(flat[: SLAB // 2].sum()) == SLAB // 2
+    pool.fill(2)
+    pool.fill(2)
+    assert float(flat.sum()) == 3 * SLAB // 4
+    flat.fill_(2.0)
+    assert pool.resident == 4 * SLAB
+    pool.drop(0)
+    pool.close()
+    assert all(slab.closed for slab in before)

@@ -137,7 +137,7 @@ def test_experts_are_no_matter_for_attention(tmp_path) -> None:
 def test_the_probe_sees_a_model_that_computes_something_else(tmp_path, monkeypatch) -> None:
     folder = save(LlamaConfig(**SMALL), tmp_path)
     monkeypatch.setattr(
-        "forebay.gpu.weights.pack_linear_layers",
+        "forebay.gpu.probing.pack_linear_layers",
         lambda model: model.model.layers[1].self_attn.v_proj.weight.mul_(1.1),
     )
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM gives other logits"):

@@ -413,7 +413,8 @@ async def test_a_coordinator_without_models_is_ready_at_once() -> None:
 async def test_the_workers(front: Front) -> None:
     status, body = await front.get("/workers")
     assert status == 200
-    assert body == [{"id": "worker-0", "gpu": "cpu:0", "pid": 4711, "state": "ready", "models": ["llm"], "running": 0}]
+    expected = {"id": "worker-0", "gpu": "cpu:0", "pid": 4711, "state": "ready", "models": ["llm"], "running": 0}
+    assert body == [{**expected, "given": 0}]
 
 
 async def test_a_silent_scheduler_is_told(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:

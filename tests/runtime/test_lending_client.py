@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from forebay.gpu.errors import DeviceError
+from forebay.gpu.memfd_backend import MemfdBackend
 from forebay.gpu.memory import Slab, SlabRange
 from forebay.runtime import takeback
 from forebay.runtime.client import Borrower, Closed, Lender, LendingError, Loan, Reclaimed, Revocation
@@ -377,6 +379,30 @@ def test_a_slab_that_a_lost_borrower_may_still_map_is_made_anew(place: Place) ->
         (fresh,) = lender.take_back(SLAB, 5.0).slabs
         assert fresh is after
         fresh.close()
+
+
+def test_a_slab_for_which_there_is_no_other_goes_back_to_whoever_gave_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yielded: list[Reclaimed] = []
+    slab = Slab(SLAB)
+    lender = place.lender(on_yielded=yielded.append)
+    lender.offer_slabs([slab])
+    place.until_free(lender, 1)
+    borrower = place.borrower()
+    with borrower.allocate(SLAB) as loan:
+        filled(loan)
+        place.hub.until(lambda status: status.leases and status.leases[0].state == "active")
+
+        def lacking(*_: object) -> None:
+            raise DeviceError("out of memory")
+
+        monkeypatch.setattr(MemfdBackend, "slab", lacking)
+        place.hub.call(lambda: place.hub.lose(borrower.name))
+        (reclaimed,) = until(lambda: list(yielded), len)
+        assert reclaimed == Reclaimed(SLAB, (), (slab,), 0, ())
+        assert not slab.closed
+    slab.close()
 
 
 def test_a_buffer_in_use_keeps_a_loan_and_closing_leaves_zeros(place: Place) -> None:

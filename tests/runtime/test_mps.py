@@ -13,6 +13,7 @@ import pytest
 
 from forebay.runtime import mps
 from forebay.runtime.mps import MpsError
+from tests.runtime.lending_hub import until
 
 DAEMON = f"""#!{sys.executable}
 import os, signal, sys
@@ -25,6 +26,8 @@ if sys.argv[1:] == ["-d"]:
     if os.fork():
         os._exit(0)
     os.setsid()
+    if os.environ.get("MPS_SERVES") and not os.fork():
+        os.execv(sys.executable, ["/usr/bin/nvidia-cuda-mps-server", "-c", "import signal; signal.pause()"])
     open(os.path.join(pipes, "control"), "w").close()
     with open(pid_file + ".new", "w") as file:
         file.write(f"{{os.getpid()}}\\n")
@@ -45,6 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place = tmp_path / "mps"
     yield place
     if (pid := mps.running(place)) is not None:
+        kill(pid)
+    for pid in mps.servers(place):
         kill(pid)
     assert mps.running(place) is None
 
@@ -91,6 +96,25 @@ def test_what_a_dead_daemon_left_is_removed(folder: Path) -> None:
             assert mps.start(folder) != pid
 
 
+def test_servers_of_a_dead_daemon_are_ended_when_a_person_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPS_SERVES", "1")
+    daemon = mps.start(folder)
+    until(lambda: mps.servers(folder), len)
+    (server,) = mps.servers(folder)
+    assert mps.servers(folder / "other") == []
+    kill(daemon)
+    with pytest.raises(MpsError, match=rf"died, its servers live on \(processes {server}\).*forebay mps stop {folder}"):
+        mps.start(folder)
+    assert mps.servers(folder) == [server]
+    with pytest.raises(MpsError, match=rf"was dead; what it left was removed \(.*, nvidia-cuda-mps-server {server}\)"):
+        mps.stop(folder)
+    assert mps.servers(folder) == []
+    monkeypatch.delenv("MPS_SERVES")
+    assert mps.start(folder) != daemon
+
+
 def test_what_keeps_it_from_starting_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MPS_FAILS", "1")
     with pytest.raises(MpsError, match="-d ended with status 1: cannot bind"):
@@ -128,3 +152,10 @@ def test_a_client_without_its_daemon_is_told_so(folder: Path, monkeypatch: pytes
     assert mps.explain() == f" (no MPS daemon runs in {folder}; forebay mps start {folder} starts one)"
     mps.start(folder)
     assert mps.explain() == f" (this process uses the MPS daemon in {folder})"
+    monkeypatch.setenv(mps.REQUIRED, "1")
+    mps.require()
+    mps.stop(folder)
+    with pytest.raises(MpsError, match=f"no MPS daemon runs in {folder}; start one with: forebay mps start {folder}"):
+        mps.require()
+    monkeypatch.delenv(mps.REQUIRED)
+    mps.require()

@@ -5,7 +5,16 @@ import pytest
 from forebay.sched.cost_table import CostRow
 from forebay.sched.lane_events import ModelOpened
 from forebay.sched.launching import Launching
-from forebay.sched.partition import SMALLEST_CHUNK, SPLITS, Auto, Chunk, Decoding, make_partition
+from forebay.sched.partition import (
+    SHORT_STEP,
+    SHORT_STEPS,
+    SMALLEST_CHUNK,
+    SPLITS,
+    Auto,
+    Chunk,
+    Decoding,
+    make_partition,
+)
 from forebay.sched.sequence import Lane, Sequence
 from forebay.transport.messages import Sampling, Start, Targets
 from tests.sched.test_costs import plan
@@ -95,9 +104,7 @@ def test_a_prefill_of_the_only_model_goes_along_in_its_decode_steps_as_far_as_th
     mine.waiting.append(newcomer(0.0))
     partition.look(1.0, [mine])
     assert partition.ride(mine) == 2048, "nothing is delayed"
-    runner = newcomer(0.0, 16)
-    runner.state, runner.computed = "running", 15
-    mine.running.append(runner)
+    mine.running += running(1)
     partition.look(1.0, [mine])
     assert partition.ride(mine) == 736
     assert partition.chunk(1.0, mine, newcomer(0.0), decoding(0.5, 1)) is None
@@ -107,6 +114,39 @@ def test_a_prefill_of_the_only_model_goes_along_in_its_decode_steps_as_far_as_th
     assert partition.ride(mine) == 0, "the other model may be back at once"
     partition.look(1.4, [mine])
     assert partition.ride(mine) == 736
+
+
+def running(count: int) -> list[Sequence]:
+    sequences = [newcomer(0.0, 16) for _ in range(count)]
+    for sequence in sequences:
+        sequence.state, sequence.computed = "running", 15
+    return sequences
+
+
+def test_short_prompts_go_along_beside_other_models_too_and_long_ones_do_not() -> None:
+    partition = auto(0.020)
+    mine, other = lane("a"), lane("b")
+    mine.max_sequences = 512
+
+    def ride(*prompts: int, decodes: int = 0) -> int:
+        mine.waiting = [newcomer(1.0, prompt) for prompt in prompts]
+        mine.running = running(decodes)
+        partition.look(1.0, [mine, other])
+        rides = partition.ride(mine)
+        chunk = partition.chunk(1.0, mine, newcomer(1.0), decoding(0.5, 1))
+        assert chunk is None or not rides, "a prompt goes one way or the other"
+        return rides
+
+    assert ride(160, decodes=27) == SHORT_STEP - 27
+    assert ride(160) == SHORT_STEP, "of a model without decodes as well"
+    assert ride(SHORT_STEPS * (SHORT_STEP - 1), decodes=1) == SHORT_STEP - 1
+    assert ride(500, SHORT_STEPS * (SHORT_STEP - 1) - 499, decodes=1) == 0, "the prefill lane is quicker"
+    assert ride(160, decodes=SHORT_STEP - SMALLEST_CHUNK + 1) == 0, "that many decodes fill a step"
+    assert ride(decodes=27) == 0
+    partition._targets = {"a": Targets(0, 0.006)}  # 1 ms left: 50 tokens
+    assert ride(160, decodes=27) == 0
+    partition._targets = {"a": Targets(0, 0.004)}
+    assert ride(160, decodes=27) == SHORT_STEP - 27, "too slow by themselves"
 
 
 def test_a_lone_models_steps_are_all_in_one_lane_and_launched_ahead() -> None:

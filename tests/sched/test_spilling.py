@@ -214,11 +214,14 @@ class AnyOrder(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         host_slots=st.integers(0, 3),
         lend=st.booleans(),
+        reserve=st.sampled_from([0, 2500]),
     )
-    def open(self, slabs: int, policy: str, fairness: str, prefix_cache: bool, host_slots: int, lend: bool) -> None:
+    def open(
+        self, slabs: int, policy: str, fairness: str, prefix_cache: bool, host_slots: int, lend: bool, reserve: int
+    ) -> None:
         self.world: World = make_world(
             slabs, policy=policy, prefix_cache=prefix_cache, fairness=fairness, host_slots=host_slots, lent_slots=LENT,
-            lend=lend,
+            lend=lend, reserve=reserve,
         )  # fmt: skip
         self.requests = 0
         self.silenced: set[int] = set()
@@ -284,11 +287,17 @@ class AnyOrder(RuleBasedStateMachine):
         slots = data.draw(st.sets(st.integers(space.host_slots, space.slots - 1), min_size=1))
         self.world.send(SpillRevoked(tuple(sorted(slots)), deadline))
 
-    @precondition(lambda self: self.world.contents.absent)
+    @precondition(lambda self: self.world.contents.absent - self.world.dropped)
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
-        slabs = data.draw(st.sets(st.sampled_from(sorted(self.world.contents.absent)), min_size=1))
+        lent = self.world.contents.absent - self.world.dropped
+        slabs = data.draw(st.sets(st.sampled_from(sorted(lent)), min_size=1))
         self.world.give_back(tuple(sorted(slabs)))
+
+    @rule(free=st.sampled_from([0, 2000, 4000, 6000, 20_000]), seconds=st.sampled_from([0.0, 1.0, 6.0]), data=st.data())
+    def neighbour(self, free: int, seconds: float, data: st.DataObject) -> None:
+        self.world.now += seconds
+        self.world.device_memory(free, data.draw(st.sampled_from([None, 0, 1])))
 
     @rule(seconds=st.floats(0, 20))
     def time_passes(self, seconds: float) -> None:
@@ -303,11 +312,16 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def busy_unless_idle(self) -> None:
         world = self.world
-        assert world.flying or world.copies or world.to_come or world.core.idle, "requests wait and nothing runs"
+        waits = world.to_come or world.dropped
+        assert world.flying or world.copies or waits or world.core.idle, "requests wait and nothing runs"
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
+        for _ in range(10):
+            self.world.now += 6
+            self.world.device_memory(1 << 30)
+        assert not self.world.dropped, "the neighbour is gone"
         self.world.run_dry()
         assert self.world.core.idle
         assert not self.world.sequences, "sequences were never closed"

@@ -10,12 +10,16 @@ from forebay.sched.fairness import make_fairness
 from forebay.sched.lane import LaneCore
 from forebay.sched.lane_events import (
     Deliver,
+    DeviceMemory,
+    DropSlabs,
+    FillSlabs,
     LaneCommand,
     LaneEvent,
     LendSlabs,
     ModelOpened,
     Report,
     SlabsBack,
+    SlabsFilled,
     SpillFreed,
     SpillGrew,
     SpillRevoked,
@@ -36,6 +40,7 @@ from forebay.transport.messages import (
     EvictWeights,
     Finished,
     OpenSequence,
+    PoolResized,
     RestoreWeights,
     Sampling,
     Start,
@@ -140,6 +145,9 @@ class World:
         self.found = 0
         self.weights: dict[str, Literal["there", "away", "coming", "leaving"]] = {}
         self.moved: list[WeightsMoved] = []
+        self.dropped: set[int] = set()
+        self.filling: tuple[int, ...] = ()
+        self.resized: list[PoolResized] = []
 
     def send(self, event: LaneEvent) -> list[LaneCommand]:
         self.now += 0.001
@@ -204,6 +212,17 @@ class World:
         self.contents.absent -= set(slabs)
         self.to_come = max(0, self.to_come - len(slabs))
         self.send(SlabsBack(slabs))
+
+    def device_memory(self, free: int, there: int | None = None) -> None:
+        """The device has so many bytes free. If slabs are to be filled then, it has memory for `there` of them (None:
+        all)."""
+        self.send(DeviceMemory(free))
+        if self.filling:
+            slabs, self.filling = self.filling, ()
+            filled = slabs[: there if there is not None else len(slabs)]
+            self.contents.absent -= set(filled)
+            self.dropped -= set(filled)
+            self.send(SlabsFilled(len(filled)))
 
     def heads(self) -> list[StepPlan]:
         """The steps that run: of each lane the oldest in flight. Any of them may land next."""
@@ -289,6 +308,16 @@ class World:
             case LendSlabs(slabs):
                 for slab in slabs:
                     self.contents.vanish(slab)
+            case DropSlabs(slabs):
+                for slab in slabs:
+                    assert slab, "graphs are captured with the first block"
+                    self.contents.vanish(slab)
+                    self.dropped.add(slab)
+            case FillSlabs(slabs):
+                assert self.dropped.issuperset(slabs)
+                self.filling = slabs
+            case Report(PoolResized() as resized):
+                self.resized.append(resized)
             case TakeBackSlabs(count):
                 self.to_come += count
                 assert self.to_come <= len(self.contents.absent), "more is taken back than was lent"
@@ -412,6 +441,7 @@ def make_world(
     lend: bool = False,
     partition: str = "none",
     weights_memory: int = 0,
+    reserve: int = 0,
 ) -> World:
     """`lent_slots`: so many slots of the arena may hold memory of others; none do at first."""
     space = SpillSpace(host_slots + lent_slots, host_slots, slab_bytes)
@@ -425,6 +455,7 @@ def make_world(
         lend,
         make_partition(partition),
         weights_memory,
+        reserve,
     )
     return World(core)
 

@@ -36,7 +36,8 @@ class DeviceSettings(Part, frozen=True):
     decodes share its SMs (sched/partition.py; always `none` on a CPU device); `auto` keeps to the `targets` of each
     model and reads a cost file (`costs`, absolute; empty: it learns from steps). `weights_memory`: bytes of weights
     that are there at once, 0: those of all models; `weights_host`: bytes of the host for those that are away, 0: no
-    bound; `weights_borrow`: they go to memory that other devices lend, and to the host where there is none."""
+    bound; `weights_borrow`: they go to memory that other devices lend, and to the host where there is none. `reserve`:
+    bytes of the device that are to stay free; where others take them the pool gives slabs back (0: never)."""
 
     memory: int
     slab_bytes: int = 256 << 20
@@ -53,6 +54,7 @@ class DeviceSettings(Part, frozen=True):
     weights_memory: int = 0
     weights_host: int = 0
     weights_borrow: bool = False
+    reserve: int = 0
 
 
 class ModelSpec(Part, frozen=True):

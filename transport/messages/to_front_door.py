@@ -45,6 +45,8 @@ class WorkerStatus(Part, frozen=True):
     state: WorkerState
     models: tuple[str, ...]
     running: int
+    given: int = 0
+    """Bytes of its KV pool that it has given back to the device, because another process takes the memory."""
 
 
 class Opened(Message, frozen=True):

@@ -57,6 +57,14 @@ class WeightsMoved(Message, frozen=True):
     seconds: float
 
 
+class PoolResized(Message, frozen=True):
+    """The worker's KV pool has so many bytes now; `given` bytes of it are the device's, because another process takes
+    its memory."""
+
+    size: int
+    given: int
+
+
 class Leave(Message, frozen=True):
     """A worker goes: whatever it still holds is interrupted."""
 
@@ -115,6 +123,7 @@ ServingToScheduler = (
     | Started
     | Ended
     | WeightsMoved
+    | PoolResized
     | Leave
     | Open
     | Submit
