@@ -4,7 +4,7 @@
 #   make serve   the same server, left running (Ctrl-C ends it); PORT=8099 listens there instead of at http.port
 #   make check   format, lint, types, import table, fast tests: under 2 minutes
 #   make test    make check, then everything
-#   make soak    1,000 random kills of lenders, borrowers and schedulers (SOAK=N: N)
+#   make soak    1,000 random kills of lenders, borrowers and schedulers (SOAK=N: N; SOAK_SEED=S: other ones)
 #
 # TORCH_INDEX=URL takes torch from another package index. Without a GPU you want PyTorch's own index of CPU builds (its
 # installation page names it): the default one brings CUDA with it, gigabytes that a CPU never uses.
@@ -15,6 +15,7 @@ TORCH_INDEX ?=
 CONFIG ?= examples/cpu.yaml
 PORT ?=
 SOAK ?= 1000
+SOAK_SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2-135m-instruct
@@ -63,7 +64,7 @@ test: check model
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'model or system'
 
 soak: setup
-	FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q tests/system/test_lending_soak.py
+	FOREBAY_SOAK=$(SOAK) FOREBAY_SOAK_SEED=$(SOAK_SEED) $(BIN)/python -m pytest -q tests/system/test_lending_soak.py
 
 format: setup
 	$(BIN)/ruff check --fix .

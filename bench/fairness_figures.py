@@ -1,5 +1,6 @@
 """Figures of a fairness run: latencies, throughput, and how evenly tenants were served."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -7,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from forebay.bench.client import Outcome
+from forebay.transport.messages import BLOCK_TOKENS
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 """What a tenant was given for a token of a prompt, and for one of an answer (VTC, OSDI 2024)."""
@@ -82,6 +84,29 @@ def service(run: Served) -> dict[str, float]:
                 INPUT_WEIGHT * outcome.prompt_tokens + OUTPUT_WEIGHT * share * outcome.output_tokens
             )
     return given
+
+
+def memory_asked(runs: Sequence[Served], token_bytes: int, pool: int) -> tuple[float, float]:
+    """How far memory is overfilled: what the KV cache of all requests that have arrived and not ended would take at
+    their full length, over the `pool` (bytes). Its mean over the time in which that is more than the pool, so that
+    something has to wait (0 where it never is), and its peak. `token_bytes`: KV cache of one token; a request has whole
+    blocks of BLOCK_TOKENS."""
+    area = above = peak = 0.0
+    for run in runs:
+        changes = []
+        for outcome in run.outcomes:
+            blocks = -(-(outcome.prompt_tokens + outcome.output_tokens) // BLOCK_TOKENS)
+            share = blocks * BLOCK_TOKENS * token_bytes / pool
+            ended = run.begin + run.seconds if outcome.ended is None else outcome.ended
+            changes += [(outcome.scheduled, share), (max(ended, outcome.scheduled), -share)]
+        asked = 0.0
+        for (at, change), (until, _) in itertools.pairwise(sorted(changes)):
+            asked += change
+            peak = max(peak, asked)
+            if asked > 1:
+                area += asked * (until - at)
+                above += until - at
+    return area / above if above else 0.0, peak
 
 
 def draw(runs: Mapping[str, Sequence[Served]], path: Path, requests: int) -> None:

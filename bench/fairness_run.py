@@ -1,6 +1,6 @@
 """The fairness policies against each other, on the real server, with memory for a third of what runs at once.
 
-Capacity is what `fcfs` does when a part of the first workload comes all at once. Every arm then serves the same
+Capacity is what `fcfs` does when a part of workload 0 comes all at once. Every arm then serves the same
 requests at the same times, from a fresh server. For `vtc` a second load comes all at once: two tenants, one with ten
 times as many requests as the other.
 """
@@ -18,9 +18,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from forebay.bench.arithmetic import read_arithmetic
 from forebay.bench.client import CompletionClient, Outcome
 from forebay.bench.errors import BenchError
-from forebay.bench.fairness_figures import Served, draw, jain, service, summarise
+from forebay.bench.fairness_figures import Served, draw, jain, memory_asked, service, summarise
 from forebay.bench.figures import Figure, write_figures
 from forebay.bench.generate import generate
 from forebay.bench.lengths import Lengths, RandomPrompts, Vocabulary
@@ -28,6 +29,7 @@ from forebay.bench.models_file import ModelLoad
 from forebay.bench.progress import ProgressDisplay
 from forebay.bench.server_process import ServerProcess, scheduler_command
 from forebay.bench.workload_file import Workload
+from forebay.runtime.config_schema import parse_bytes
 from forebay.runtime.loop import on_signals, run
 
 ARMS: Mapping[str, dict[str, Any]] = {
@@ -54,7 +56,8 @@ STOP_S = 30.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """`load`: arrivals over capacity; `memory`: the pool's, in the configuration's words."""
+    """`load`: arrivals over capacity; `memory`: the pool's, in the configuration's words; workloads are numbered, and
+    `seeds` of them are run from number `first` on."""
 
     model: Path
     requests: int
@@ -62,6 +65,7 @@ class Comparison:
     memory: str
     seeds: int
     arms: tuple[str, ...]
+    first: int = 0
 
 
 def compare(comparison: Comparison, folder: Path, json: Path | None, arguments: list[str] | None) -> int:
@@ -76,8 +80,11 @@ def compare(comparison: Comparison, folder: Path, json: Path | None, arguments: 
     table = Table(
         title=f"{comparison.requests} requests at {comparison.load:g} x capacity, {comparison.memory}", box=None
     )
-    figures: dict[str, Figure] = {"rate": Figure(comparison.load * capacity, "requests/s", capacity)}
-    summaries = {arm: summarise(served) for arm, served in runs.items()}
+    figures: dict[str, Figure] = {
+        "seeds": Figure(comparison.seeds, "1"),
+        "rate": Figure(comparison.load * capacity, "requests/s", capacity),
+    }
+    summaries = {arm: summarise(served) | _asked(comparison, served) for arm, served in runs.items()}
     for column in ("", *summaries):
         table.add_column(column, justify="right")
     for name, (_, unit) in next(iter(summaries.values())).items():
@@ -98,6 +105,13 @@ def compare(comparison: Comparison, folder: Path, json: Path | None, arguments: 
     return int(
         any(outcome.failure is not None for served in runs.values() for run in served for outcome in run.outcomes)
     )
+
+
+def _asked(comparison: Comparison, served: Sequence[Served]) -> dict[str, tuple[float, str]]:
+    """How far the pool was overfilled; a CPU device keeps its cache in float32."""
+    token_bytes = read_arithmetic(comparison.model, "float32").kv_bytes
+    mean, peak = memory_asked(served, token_bytes, parse_bytes(comparison.memory))
+    return {"memory_asked_mean": (mean, "pools"), "memory_asked_peak": (peak, "pools")}
 
 
 def _workload(comparison: Comparison, seed: int, rate: float) -> Workload:
@@ -136,7 +150,7 @@ async def _run(comparison: Comparison, folder: Path) -> tuple[float, dict[str, l
             whole = await _serve(url, sample, [0.0] * len(sample.requests), ("",))
         capacity = len(sample.requests) / whole.seconds
         # All arms of a seed one after the other: what else the machine does changes with the hour.
-        for seed in range(comparison.seeds):
+        for seed in range(comparison.first, comparison.first + comparison.seeds):
             for arm in comparison.arms:
                 progress.start(f"{arm}, seed {seed}", None)
                 workload = _workload(comparison, seed, comparison.load * capacity)

@@ -11,8 +11,8 @@ from typing import Any
 from forebay.bench.figures import Figure
 from forebay.bench.link_sweep import SLAB_BYTES, text_of
 from forebay.gpu.backend import MemoryBackend, memory_backend
+from forebay.gpu.machine_memory import available
 from forebay.gpu.memory import Slab, SlabRange
-from forebay.runtime.host_budget import available
 
 THREADS = (1, 4, 8)
 SLABS = 16

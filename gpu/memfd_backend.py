@@ -2,11 +2,13 @@
 
 import ctypes
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from forebay.gpu.backend import MemoryInfo, MemorySlab
 from forebay.gpu.device_name import DeviceName
 from forebay.gpu.errors import DeviceError
+from forebay.gpu.machine_memory import GROUPS, machine_memory
 from forebay.gpu.memory import PAGE_BYTES, Slab, SlabRange
 
 if TYPE_CHECKING:
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
 class MemfdBackend:
     """Holds nothing itself; what it makes lives by itself."""
 
-    def __init__(self, device: DeviceName) -> None:
+    def __init__(self, device: DeviceName, groups: Path = GROUPS) -> None:
+        """`groups`: where the control groups are mounted."""
         self.device = device
+        self._groups = groups
         self.granularity = PAGE_BYTES
         self._closed = False
 
@@ -88,12 +92,7 @@ class MemfdBackend:
         return CpuCopier(str(self.device))
 
     def memory(self) -> MemoryInfo:
-        values = {}
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                key, value = line.split(":")
-                values[key] = int(value.split()[0]) * 1024
-        return MemoryInfo(values["MemAvailable"], values["MemTotal"])
+        return machine_memory(self._groups)
 
     def describe(self) -> str:
         return "memory of the host"

@@ -15,6 +15,7 @@ from typing import Self
 from forebay.gpu.backend import MemorySlab
 from forebay.gpu.errors import DeviceError
 from forebay.gpu.handles import SlabHandle, SlotRange
+from forebay.gpu.machine_memory import available
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -89,6 +90,11 @@ class Slab(SlabHandle):
     def populate(self) -> None:
         """Takes all of the memory now. Raises DeviceError where the system has not enough; without this a process
         that touches memory which the system cannot find is killed."""
+        left = available()
+        if self.size > left:  # a container that goes beyond its bound is killed, and not refused
+            raise DeviceError(
+                f"cannot allocate {self.size} bytes: the machine, or the container, has {left} left; ask for less"
+            )
         self._allocate(0)
 
     def _allocate(self, mode: int) -> None:

@@ -1,5 +1,7 @@
 """Who may ask: the check of bearer tokens before any route, and refused values of requests in the house's form."""
 
+from hashlib import blake2b
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
@@ -20,24 +22,46 @@ def tenant_of(request: Request) -> str:
     return tenant
 
 
-class Authorization:
-    """ASGI middleware: answers 401 to a request without one of the tokens, and marks every other with its tenant."""
+def account_of(scope: Scope, user: str | None) -> str:
+    """On whose account a request runs, so that nobody gets a larger share by inventing users: the tenant's whose token
+    it carries (lending.tokens), whatever `user` it names. The `user` counts, else the key that comes with it, where no
+    token is needed and where the operator vouches for the users of its own token (http.trust_user). Without that all
+    requests with the operator's token are on one account, which no tenant has."""
+    tenant = scope.get("tenant")
+    if tenant:
+        return str(tenant)
+    if user and (tenant is None or scope["trust_user"]):
+        return user
+    # Of the key alone, and not of the header, which can be written in many ways.
+    _, key = _bearer(scope)
+    return blake2b(key.encode(), digest_size=8).hexdigest() if key else ""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+
+def _bearer(scope: Scope) -> tuple[str, str]:
+    """What the request's header says: the scheme, in small letters, and the token; a token alone has no scheme."""
+    first, _, rest = Headers(scope=scope).get("authorization", "").strip().partition(" ")
+    return (first.lower(), rest.strip()) if rest else ("", first)
+
+
+class Authorization:
+    """ASGI middleware: answers 401 to a request without one of the tokens, and marks every other with its tenant, and
+    with whether the `user` counts that it names with the operator's token."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring, trust_user: bool = False) -> None:
         self._app = app
         self._keyring = keyring
+        self._trust_user = trust_user
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._keyring or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        header = Headers(scope=scope).get("authorization", "")
-        scheme, _, token = header.partition(" ")
-        tenant = self._keyring.tenant(token.strip()) if scheme.lower() == "bearer" else None
+        scheme, token = _bearer(scope)
+        tenant = self._keyring.tenant(token) if scheme == "bearer" else None
         if tenant is not None:
-            await self._app({**scope, "tenant": tenant}, receive, send)
+            await self._app({**scope, "tenant": tenant, "trust_user": self._trust_user}, receive, send)
             return
-        what = "this token is none of this server's" if header else "this server needs a token"
+        what = "this token is none of this server's" if token else "this server needs a token"
         error = ApiError(401, f"{what}; send one as: Authorization: Bearer TOKEN", code="invalid_api_key")
         await JSONResponse(error.body(), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 

@@ -106,17 +106,23 @@ class Background:
         if not done.cancelled() and done.exception() is None:
             self.post(undo, done.result())
 
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The same, and waits for its result. Not from the loop itself, which would wait for ever."""
+    def run(self, coroutine: Coroutine[Any, Any, Result], undo: Callable[[Result], object] | None = None) -> Result:
+        """The same, and waits for its result. With `undo` it is given up where the wait is interrupted (Ctrl-C). Not
+        from the loop itself, which would wait for ever."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
                 "a blocking method was called in the library's own event loop; use its async counterpart"
             )
+        future = self.start(coroutine, undo)
         try:
-            return self.start(coroutine).result()
+            return future.result()
         except concurrent.futures.CancelledError:
             raise Closed(f"{self._thread.name} was closed meanwhile") from None
+        except BaseException:
+            if undo is not None and not future.cancel():
+                self._undo(future, undo)  # a signal's handler raised when the result was there
+            raise
 
     def run_first(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs the coroutine that makes what lives in the loop; where it raises, everything is closed."""
@@ -132,11 +138,12 @@ class Background:
             if not self._closed:
                 self.loop.call_soon_threadsafe(lambda: function(*given, **named))
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """In the loop: goes on by itself until it ends or the object is closed."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from forebay.gpu.errors import DeviceError
 from forebay.runtime.background import log
 from forebay.runtime.facade import DEFAULT_SLAB_BYTES, Facade, default_scheduler
 from forebay.runtime.host_budget import HostBudget
@@ -134,7 +135,7 @@ class Borrower(Facade[BorrowerStatus]):
     def allocate(self, size: int, *, host: bool = True) -> Loan:
         """Memory of `size` bytes: lent as far as there is any, and for the rest the host's, unless `host` is False.
         Takes at most `grant_s` + `handover_s`. Look at the loan's `bytes` and `where`."""
-        return self._background.run(self._allocate(size, host))
+        return self._background.run(self._allocate(size, host), self._unwanted)
 
     async def allocate_async(self, size: int, *, host: bool = True) -> Loan:
         return await self._background.wait(self._allocate(size, host), self._unwanted)
@@ -142,7 +143,7 @@ class Borrower(Facade[BorrowerStatus]):
     def obtain(self, size: int, on_revoke: OnRevoke) -> tuple[list[HeldLease], str]:
         """For an app with an arena of its own: leases with their slabs open, and why they are fewer than asked for. Map
         the slabs, then say `mapped`, or `let_go`. `on_revoke` is called in the library's event loop."""
-        return self._background.run(self._leasing.obtain(self._whole(size), on_revoke))
+        return self._background.run(self._leasing.obtain(self._whole(size), on_revoke), self._leasing.unwanted)
 
     async def obtain_async(self, size: int, on_revoke: OnRevoke) -> tuple[list[HeldLease], str]:
         return await self._background.wait(self._leasing.obtain(self._whole(size), on_revoke), self._leasing.unwanted)
@@ -198,7 +199,7 @@ class Borrower(Facade[BorrowerStatus]):
                 len(lease.slabs) * lease.slab_bytes,
                 "over" if lease.over else "revoking" if lease.revoking else "active",
             )
-            for lease in self._leasing.leases.values()
+            for lease in self._leasing.leases
         )
         return BorrowerStatus(
             self._name,
@@ -213,11 +214,18 @@ class Borrower(Facade[BorrowerStatus]):
         )
 
     async def _close(self) -> None:
+        failed = False
         for loan in list(self._loans):
-            await loan.keeper.close()
-        self._leasing.close()
+            try:
+                await loan.keeper.close()
+            except (DeviceError, OSError) as error:
+                failed = True
+                log.error("%s: a loan's memory stays mapped until this process ends: %s", self._name, error)
+        if not failed:
+            self._leasing.close()
         await self._stock.close()
-        self._party.close("the borrower closes")
+        # Who leaves without a word is taken for one that may still map what it had: its lenders make that anew.
+        self._party.close("the borrower closes", says_so=not failed)
 
     def _fell_back(self) -> None:
         if self._returning is not None:

@@ -218,6 +218,10 @@ def _of_lending(configuration: Configuration) -> list[str]:
     ]
     if configuration.http.token:
         tokens["http.token"] = configuration.http.token
+    elif configuration.http.trust_user:
+        found.append(
+            "http.trust_user: true is about requests with http.token, and there is none; set one, or leave it out"
+        )
     values = list(tokens.values())
     for key, token in tokens.items():
         # The value itself is a secret, and is not repeated.

@@ -65,8 +65,9 @@ class DeviceSection(_Section, frozen=True):
     weights: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         Meta(
-            description="shares under `vtc` by tenant: whose token (lending.tokens) a request carries; without one, or "
-            "with the operator's, the `user` that it names, else its API key; 1 for those that are not listed"
+            description="shares under `vtc` by tenant: whose token (`lending.tokens`) a request carries; where no "
+            "token is needed, or with the operator's and `http.trust_user`, the `user` that it names, else its API "
+            "key; 1 for those that are not listed"
         ),
     ] = {}
     weights_memory: Annotated[
@@ -184,6 +185,13 @@ class HttpSection(_Section, frozen=True):
             "needs one; empty: none"
         ),
     ] = ""
+    trust_user: Annotated[
+        bool,
+        Meta(
+            description="requests with `token` run on the account of the `user` that they name (for a gateway that "
+            "sets it itself); false: all of them on one account, so that nobody gains by inventing users"
+        ),
+    ] = False
 
 
 class TimeoutSection(_Section, frozen=True):

@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=port, default=8080)
     parser.add_argument("--grace", type=float, default=3.0, metavar="S", help="for answers being written at the end")
     parser.add_argument("--body-limit", type=int, default=BODY_LIMIT, metavar="BYTES", help="of one request")
+    parser.add_argument("--trust-user", action="store_true", help="of requests with the operator's token")
     parser.add_argument("--config", help="what the page says that the server runs from")
     parser.add_argument("--parent", type=int, metavar="DESCRIPTOR", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -32,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.config,
         options.parent,
         options.body_limit,
+        options.trust_user,
     )
 
 

@@ -48,8 +48,10 @@ def open_door(
     config: str | None,
     parent: int | None,
     body_limit: int = BODY_LIMIT,
+    trust_user: bool = False,
 ) -> int:
-    """Serves HTTP until the scheduler says otherwise; returns the exit status. `body_limit` in bytes."""
+    """Serves HTTP until the scheduler says otherwise; returns the exit status. `body_limit` in bytes, `trust_user` as
+    in ServerInfo."""
     if parent is not None:
         end_with_parent(parent)
     log = logs.set_up("front door")
@@ -62,7 +64,7 @@ def open_door(
         log.error("HTTP cannot listen", host=host, port=port, error=str(error))
         return EXIT_UNUSABLE
     with listener:
-        info = ServerInfo(forebay.__version__, config, body_limit, keyring)
+        info = ServerInfo(forebay.__version__, config, body_limit, keyring, trust_user)
         return run(FrontDoorProcess(scheduler, sockets, listener, grace_s, info, log).run())
 
 

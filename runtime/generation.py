@@ -6,16 +6,14 @@ Nothing here knows routes, workers or the scheduler: requests go to the desk, to
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from forebay.runtime.answers import Answer, ApiError, error_event, find_model, shown, usage
+from forebay.runtime.authorization import account_of
 from forebay.runtime.desk import Delivery, Desk, RequestFailed
-from forebay.runtime.keyring import OPERATOR
 from forebay.runtime.openai import ChatRequest, CompletionRequest
 from forebay.runtime.text import ModelText, OutputText, PromptError, PromptTooLong, Texts
 from forebay.transport.messages import ModelStatus, Sampling
@@ -159,21 +157,6 @@ class Generation(Response):
 
     def _usage(self, delivery: Delivery) -> dict[str, Any]:
         return usage(len(self._prompt), self._output.tokens, delivery.cached)
-
-
-def account_of(scope: Scope, user: str | None) -> str:
-    """On whose account a request runs: the tenant whose token it carries (lending.tokens), whatever `user` it names, so
-    that nobody gets a larger share by inventing users. With the operator's token, which speaks for everybody, and where
-    no token is needed: the `user`, else the key that it carries."""
-    tenant: str = scope.get("tenant", OPERATOR)
-    if tenant != OPERATOR:
-        return tenant
-    return user or key_digest(Headers(scope=scope).get("authorization", ""))
-
-
-def key_digest(authorization: str) -> str:
-    """Who sends requests with this header, without the key in it: for accounts, which journals record. "" without."""
-    return blake2b(authorization.encode(), digest_size=8).hexdigest() if authorization else ""
 
 
 async def _client_left(receive: Receive) -> None:

@@ -1,15 +1,14 @@
 """How much host memory a borrower may put in the place of memory that it could not borrow."""
 
 import threading
-from pathlib import Path
+
+from forebay.gpu.machine_memory import available
 
 RESERVE = 64 << 20
 """Bytes of the machine's memory that are left alone: a process that touches memory which is not there is killed."""
 
 READY_SHARE = 0.5
 """What of the memory that is available may be kept ready; the rest is for those who have a use for it now."""
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 class HostBudget:
@@ -69,38 +68,3 @@ class HostBudget:
         with self._lock:
             self._used -= size
             self._ready += size
-
-
-def available() -> int:
-    """Bytes that this process can still get without swapping: what the machine has (MemAvailable of /proc/meminfo), or
-    its container, where that has less."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return min([int(line.split()[1]) * 1024, *_left_in_groups()])
-    raise OSError("/proc/meminfo has no MemAvailable; Linux 3.14 or newer is needed")
-
-
-def _left_in_groups() -> list[int]:
-    """What the control groups (version 2) that this process belongs to leave it; a group without a bound is not
-    listed. Pages of files that were read count as free: they go when memory is short."""
-    group = next((line[3:].strip() for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), "/")
-    folder = CGROUPS / group.lstrip("/")
-    left: list[int] = []
-    for place in (folder, *folder.parents):
-        if not place.is_relative_to(CGROUPS):
-            break
-        bound, used = _lines(place / "memory.max"), _lines(place / "memory.current")
-        if bound and used and bound[0].strip().isdigit():
-            files = next(
-                (int(line.split()[1]) for line in _lines(place / "memory.stat") if "inactive_file " in line), 0
-            )
-            left.append(max(0, int(bound[0]) - int(used[0]) + files))
-    return left
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []

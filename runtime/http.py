@@ -32,12 +32,14 @@ from forebay.transport.messages import LendingStatus, ModelStatus, Status
 @dataclass(frozen=True)
 class ServerInfo:
     """What the server is: `configuration` is the file it runs from (None: coordinator only), `body_limit` the bytes
-    that a request may have, `keyring` the tokens of which every request needs one."""
+    that a request may have, `keyring` the tokens of which every request needs one, and `trust_user` says whether
+    the `user` counts that a request with the operator's token names."""
 
     version: str
     configuration: str | None
     body_limit: int = BODY_LIMIT
     keyring: Keyring = field(default_factory=lambda: Keyring({}))
+    trust_user: bool = False
 
 
 async def _status(desk: Desk) -> Status:
@@ -70,7 +72,7 @@ def build_app(desk: Desk, texts: Texts, info: ServerInfo) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.add_middleware(Authorization, keyring=info.keyring)
+    app.add_middleware(Authorization, keyring=info.keyring, trust_user=info.trust_user)
     app.add_middleware(BodyLimit, limit=info.body_limit)
     refuse_bad_values(app)
     requests = request_router()

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 
 from forebay.gpu.backend import MemorySlab
+from forebay.runtime.background import log
 from forebay.transport.messages import Grant, Holding
 
 OnRevoke = Callable[["HeldLease", frozenset[int], float, str], None]
@@ -42,7 +44,11 @@ class HeldLease:
         if not self.mapped:
             self._early = (deadline_s, reason)
         elif asked:
-            self._on_revoke(self, asked, deadline_s, reason)
+            try:
+                self._on_revoke(self, asked, deadline_s, reason)
+            except Exception:
+                # Its user's fault; what else the scheduler has said is heeded all the same.
+                log.exception("lease %d: on_revoke raised; %d slabs stay where they are", self.number, len(asked))
 
     def end(self, reason: str) -> None:
         """In the loop: the ledger has forgotten it."""
@@ -60,13 +66,15 @@ class HeldLease:
     def release(self, numbers: Collection[int]) -> None:
         """In the loop: these slabs are unmapped. Releasing twice is fine."""
         gone = frozenset(numbers) & self.slabs.keys()
-        for number in gone:
-            slab = self.slabs.pop(number)
-            if slab is not None:
-                slab.close()
+        if not gone:
+            return
         self.revoking -= gone
-        if gone:
-            self._let_go(self, gone)
+        with ExitStack() as undo:  # a handle that cannot be closed keeps no lease
+            undo.callback(self._let_go, self, gone)
+            for number in gone:
+                slab = self.slabs.pop(number)
+                if slab is not None:
+                    undo.callback(slab.close)
 
     def close_handle(self, number: int) -> None:
         """The slab is mapped: that keeps the memory, and descriptors are few."""

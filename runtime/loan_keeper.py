@@ -1,5 +1,5 @@
 """Keeps a loan's memory where it belongs, in the library's event loop: fills it, moves what is asked back, and gives it
-all back in the end. What it holds is in loan_slots.py; what apps see of it in loan.py.
+all back in the end. How slabs go in and out is in loan_memory.py; what apps see of it in loan.py.
 """
 
 import asyncio
@@ -8,13 +8,13 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from forebay.gpu.backend import MemorySlab
 from forebay.gpu.errors import DeviceError
 from forebay.runtime.background import MOVERS, log
 from forebay.runtime.leases import HeldLease
 from forebay.runtime.lending_errors import LendingError
+from forebay.runtime.loan_memory import LoanMemory
 from forebay.runtime.loan_parts import Revocation, Tools
-from forebay.runtime.loan_slots import MOVE_WAIT_S, LoanSlots, Peer, Place
+from forebay.runtime.loan_slots import MOVE_WAIT_S, Peer
 
 if TYPE_CHECKING:
     from forebay.runtime.loan import Loan
@@ -35,71 +35,44 @@ class LoanKeeper:
     def __init__(self, tools: Tools, wanted: int, loan: "Loan") -> None:
         self.loan = loan
         self.bytes = 0
-        self.reason = ""
-        self.slots = LoanSlots(tools.memory, tools.slab_bytes, tools.stock.keeps)
         self.views: list[weakref.ref[Any]] = []
         self.holders: list[int] = []
         self._wanted = wanted
         self._tools = tools
+        self._memory = LoanMemory(tools)
+        self.slots = self._memory.slots
         self._mutex = asyncio.Lock()
         """Held by whoever changes slots."""
+        self._vacating = asyncio.Lock()
+        """Held while something asked back is on its way out: the app is asked about each slot once."""
         self._ended = False
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def reason(self) -> str:
+        return self._memory.reason
 
     def ended(self) -> bool:
-        """Whether it was released, or is about to be."""
-        return self._ended
+        """Whether it was released, or is about to be. From any thread."""
+        closing = self._closing
+        return closing is not None and (self.slots.closed or not closing.done())
 
     async def fill(self, leases: list[HeldLease], reason: str, host: bool) -> None:
         """Maps what was obtained and, where that is not enough, memory of the host."""
-        tools, slots = self._tools, self.slots
+        tools, memory, slots = self._tools, self._memory, self.slots
         wanted = -(-self._wanted // tools.slab_bytes)
-        self.reason = reason
-        async with self._mutex:
-            try:
+        memory.reason = reason
+        with memory.arriving(leases):
+            async with self._mutex:
                 await tools.background.work(slots.open, wanted)
                 for lease in leases:
-                    await self._map(lease)
+                    await memory.map(lease)
                 if host:
-                    await self._fill_with_host(wanted)
-            except BaseException:
-                mapped = {(place.lease, place.number) for place in slots.places if isinstance(place, Peer)}
-                for lease in leases:
-                    lease.release([number for number in lease.slabs if (lease, number) not in mapped])
-                raise
-            self.bytes = min(self._wanted, len(slots.places) * tools.slab_bytes)
-            self._say_need()
-            if not slots.places:
-                slots.close()
-
-    async def _fill_with_host(self, wanted: int) -> None:
-        tools, slots = self._tools, self.slots
-        while len(slots.places) < wanted:
-            slab: MemorySlab | None = None
-            before = len(slots.places)
-            try:
-                slab = await tools.stock.take(zero=True)
-                if slab is not None:
-                    await tools.background.work(slots.append_host, slab)
-            except (DeviceError, OSError) as error:
-                self.reason = f"{self.reason}; {error}"
-                return
-            finally:
-                if slab is not None and len(slots.places) == before:
-                    await tools.stock.give(slab)
-            if slab is None:
-                self.reason = f"{self.reason or 'no lender has enough'}; the host has no memory left for it either"
-                return
-
-    async def _map(self, lease: HeldLease) -> None:
-        slabs = [(slab, Peer(lease, number)) for number, slab in sorted(lease.slabs.items()) if slab is not None]
-        try:
-            await self._tools.background.work(self.slots.append, slabs)
-        except (DeviceError, OSError) as error:
-            self._tools.leasing.give_up(lease, str(error), False)  # this process has no room for it
-            return
-        for number in list(lease.slabs):
-            lease.close_handle(number)
-        self._tools.leasing.mapped(lease)
+                    await memory.fill_with_host(wanted)
+                self.bytes = min(self._wanted, len(slots.places) * tools.slab_bytes)
+                self._say_need()
+                if not slots.places:
+                    slots.close()
 
     def revoked(self, lease: HeldLease, numbers: frozenset[int], deadline_s: float, reason: str) -> None:
         """Must not block: the move is a task of its own."""
@@ -107,34 +80,45 @@ class LoanKeeper:
 
     async def _vacate(self, lease: HeldLease, numbers: frozenset[int], deadline_s: float, reason: str) -> None:
         """Empties slots that were asked back and lets go of their slabs, one by one."""
-        async with self._mutex:
-            places = dict(enumerate(self.slots.places))
-            slots = [slot for slot, place in places.items() if _is_of(place, lease, numbers)]
-            if not slots or self._ended:
-                return
-            if await self._app_has_moved(slots, deadline_s, reason):
-                for slot in slots:
-                    await self._drop(slot)
+        async with self._vacating:
+            async with self._mutex:  # what is being moved in is there afterwards
+                slots = self._slots_of(lease, numbers)
+            # Without the mutex: the app may release the loan there.
+            moved = bool(slots) and await self._app_has_moved(slots, deadline_s, reason)
+            async with self._mutex:
+                slots = self._slots_of(lease, numbers)
+                if not slots:
+                    return
+                if moved:
+                    for slot in slots:
+                        await self._drop(slot)
+                else:
+                    await self._move_out(slots, lease, deadline_s)
                 self._say_need()
-                return
-            fresh = [] if lease.over else await self._elsewhere(lease.lender, len(slots), deadline_s)
-            targets = deque(Peer(other, number) for other in fresh for number in sorted(other.slabs))
+
+    def _slots_of(self, lease: HeldLease, numbers: frozenset[int]) -> list[int]:
+        """None once the loan has ended: then whoever closes it empties them."""
+        if self._ended:
+            return []
+        asked = {Peer(lease, number) for number in numbers}
+        return [slot for slot, place in enumerate(self.slots.places) if place in asked]
+
+    async def _move_out(self, slots: list[int], lease: HeldLease, deadline_s: float) -> None:
+        """To other lenders, or to the host."""
+        fresh = [] if lease.over else await self._elsewhere(lease.lender, len(slots), deadline_s)
+        with self._memory.arriving(fresh) as targets:
             left = deque((slot, targets.popleft() if targets else None) for slot in slots)
             async with asyncio.TaskGroup() as movers:
                 for _ in range(min(MOVERS, len(slots))):
                     movers.create_task(self._move_all(left))
-            self._say_need()
-            if any(self.slots.places[slot] == "host" for slot in slots if slot < len(self.slots.places)):
-                self._tools.fell_back()
-            for other in fresh:
-                other.release([target.number for target in targets if target.lease is other])
-                self._tools.leasing.mapped(other)
+        if any(self.slots.places[slot] == "host" for slot in slots):
+            self._tools.fell_back()
 
     async def _move_all(self, left: "deque[tuple[int, Peer | None]]") -> None:
         """Moves one slot after the other; several do at once, since copying and mapping can overlap."""
         while left:
             slot, target = left.popleft()
-            while not self.ended() and not await self._move(slot, target):  # noqa: ASYNC110 (other threads)
+            while not self._ended and not await self._memory.move(slot, target):  # noqa: ASYNC110 (other threads)
                 await asyncio.sleep(RETRY_S)
 
     def _say_need(self) -> None:
@@ -164,42 +148,6 @@ class LoanKeeper:
         except TimeoutError:
             return []
 
-    async def _move(self, slot: int, target: Peer | None) -> bool:
-        """To that slab, or to the host. False: not now. Users hold the slot, or the host has no memory left."""
-        tools = self._tools
-        place = self.slots.places[slot]
-        assert isinstance(place, Peer), "only lent slabs are asked back"
-        try:
-            if target is None:
-                moved = await self._move_to_host(slot)
-            else:
-                slab = target.lease.slabs[target.number]
-                assert slab is not None, "slabs are open until they are mapped"
-                moved = await tools.background.move(self.slots.move, slot, slab, target)
-        except (DeviceError, OSError) as error:
-            self._say(f"memory was asked back and cannot be moved yet: {error}")
-            return False
-        if moved:
-            if target is not None:
-                target.lease.close_handle(target.number)
-            place.lease.release([place.number])
-        return moved
-
-    async def _move_to_host(self, slot: int) -> bool:
-        """Raises DeviceError, OSError."""
-        tools = self._tools
-        slab = await tools.stock.take()
-        if slab is None:
-            self._say("memory was asked back, and the host has none left to put it; waiting for some")
-            return False
-        moved = False
-        try:
-            moved = await tools.background.move(self.slots.move_to_host, slot, slab)
-        finally:
-            if not moved:
-                await tools.stock.give(slab)
-        return moved
-
     @property
     def on_host(self) -> int:
         """Slabs of this loan that are the host's."""
@@ -208,48 +156,20 @@ class LoanKeeper:
     async def come_back(self, most: int) -> int:
         """Moves up to so many slabs from the host to lent memory, those that nobody uses at the moment, one by one.
         Returns how many."""
-        tools, slots = self._tools, self.slots
-        leases, _ = await tools.leasing.obtain(most * tools.slab_bytes, self.revoked)
-        targets = deque(Peer(lease, number) for lease in leases for number in sorted(lease.slabs))
+        leases, _ = await self._tools.leasing.obtain(most * self._tools.slab_bytes, self.revoked)
         moved = 0
-        async with self._mutex:
-            try:
-                for slot, place in list(enumerate(slots.places)):
+        with self._memory.arriving(leases) as targets:
+            async with self._mutex:
+                for slot, place in list(enumerate(self.slots.places)):
                     if not targets or self._ended:
                         break
-                    if place == "host" and await self._move_back(slot, targets[0]):
+                    if place == "host" and await self._memory.move_back(slot, targets[0]):
                         targets.popleft()
                         moved += 1
-            finally:
-                for lease in leases:
-                    lease.release([target.number for target in targets if target.lease is lease])
-                    tools.leasing.mapped(lease)
-            if not self.on_host:
-                self.reason = ""
-            self._say_need()
+                if not self.on_host:
+                    self._memory.reason = ""
+                self._say_need()
         return moved
-
-    async def _move_back(self, slot: int, target: Peer) -> bool:
-        """False: somebody uses the slot, or the slab cannot be mapped."""
-        tools = self._tools
-        slab = target.lease.slabs.get(target.number)
-        if slab is None:
-            return False
-        try:
-            if not await tools.background.move(self.slots.move, slot, slab, target, 0.0):
-                return False
-        except (DeviceError, OSError) as error:
-            log.debug("%s: a slab stays on the host: %s", tools.background.name, error)
-            return False
-        target.lease.close_handle(target.number)
-        await tools.stock.give(self.slots.left_by(slot))
-        return True
-
-    def _say(self, text: str) -> None:
-        """Once, however often it is tried."""
-        if self.reason != text:
-            self.reason = text
-            log.warning("%s: %s", self._tools.leasing.party.identity.party, text)
 
     async def _emptied(self, slot: int) -> bool:
         """False: its users have not left it for `CLOSE_WAIT_S`."""
@@ -259,18 +179,13 @@ class LoanKeeper:
         return False
 
     async def _drop(self, slot: int) -> None:
-        """Empties a slot whose contents nobody needs."""
+        """Empties a slot whose contents nobody needs, unless the loan ends before its users leave it."""
         place = self.slots.places[slot]
-        while not await self._tools.background.work(self.slots.empty, slot):  # noqa: ASYNC110 (other threads)
-            await asyncio.sleep(RETRY_S)
-        await self._give_back(slot, place)
-
-    async def _give_back(self, slot: int, place: Place) -> None:
-        """What the slot had."""
-        if isinstance(place, Peer):
-            place.lease.release([place.number])
-        elif place == "host":
-            await self._tools.stock.give(self.slots.left_by(slot))
+        try:
+            while not self._ended and not await self._tools.background.work(self.slots.empty, slot):  # noqa: ASYNC110
+                await asyncio.sleep(RETRY_S)
+        finally:
+            await self._memory.left(slot, place)
 
     async def release(self) -> None:
         if self.in_use():
@@ -284,23 +199,30 @@ class LoanKeeper:
 
     async def close(self) -> None:
         """Gives everything back. A buffer that is still in use, or a slot that somebody holds for longer than that,
-        has zeros from then on."""
+        has zeros from then on. It goes on where whoever waits for it is cancelled. Raises DeviceError, OSError where
+        memory can be neither unmapped nor replaced: that stays the loan's, and closing again tries again."""
         self._ended = True
+        if self._closing is None or self._closing.done():
+            self._closing = self._tools.background.spawn(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._say_need()
+        problem: Exception | None = None
         async with self._mutex:
-            if self.slots.closed:
-                return
             in_use = self.in_use()
             for slot, place in enumerate(list(self.slots.places)):
                 if place == "gone":
                     continue
-                if in_use or not await self._emptied(slot):
-                    await self._tools.background.work(self.slots.blank, slot)
-                await self._give_back(slot, place)
-            self.slots.close()
+                try:
+                    if in_use or not await self._emptied(slot):
+                        await self._tools.background.work(self.slots.blank, slot)
+                except (DeviceError, OSError) as error:
+                    problem = error
+                finally:
+                    await self._memory.left(slot, place)
+            if problem is not None:
+                raise problem
             self.bytes = 0
             self._tools.released(self.loan)
-
-
-def _is_of(place: Place, lease: HeldLease, numbers: frozenset[int]) -> bool:
-    return isinstance(place, Peer) and place.lease is lease and place.number in numbers
+            self.slots.close()

@@ -115,14 +115,15 @@ class LoanSlots:
         """False: its users did not let go of it in time."""
         with self._locks.moving(slot, MOVE_WAIT_S) as mine:
             if mine:
-                self.places[slot] = "gone"
                 self.arena.unmap(slot)
+                self.places[slot] = "gone"
         return mine
 
     def blank(self, slot: int) -> None:
         """Puts zeros in a slot that somebody may still look at."""
         with self._memory.host_slab(self.slab_bytes) as slab:
             self.arena.replace(slot, slab)
+        self.places[slot] = "gone"
 
     def close(self) -> None:
         arena, self._arena = self._arena, None

@@ -118,12 +118,12 @@ class Party:
         elif self.state == "connecting":
             self._become("away", self.reason)
 
-    def close(self, reason: str) -> None:
-        """Says goodbye. Closing twice is fine."""
+    def close(self, reason: str, *, says_so: bool = True) -> None:
+        """Says goodbye: that it has unmapped what it borrowed. Closing twice is fine."""
         if self.state == "closed":
             return
         self._timer.cancel()
-        if self.state != "refused":
+        if says_so and self.state != "refused":
             self._link.send(Detach(reason))
         self._become("closed", reason)
         self._link.close()

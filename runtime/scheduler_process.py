@@ -192,6 +192,7 @@ class SchedulerProcess:
                 *("--host", http.host, "--port", str(http.port)),
                 *("--grace", str(self._configuration.timeouts.stop * 0.6)),
                 *("--body-limit", str(parse_bytes(http.body_limit))),
+                *(["--trust-user"] if http.trust_user else []),
                 *(("--config", str(self._config)) if self._config else ()),
             ],
             {**Keyring.of_http(self._configuration).variable, DOOR_VARIABLE: self._door_key},

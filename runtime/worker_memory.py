@@ -194,7 +194,7 @@ class WorkerMemory:
         future.add_done_callback(lambda done: self._copied(command, block_bytes, done))
 
     def _copied(self, command: CopyBlocks, block_bytes: int, done: "Future[None]") -> None:
-        """In the copier's thread."""
+        """In the copier's thread, or in the worker's where a small copy is done at once."""
         error = done.exception() or (self._checks.check(command, block_bytes) if CHECK_VARIABLE in os.environ else None)
         self._from_thread(self._landed)(command, done, error)
 

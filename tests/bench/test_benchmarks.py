@@ -59,12 +59,14 @@ def test_engine(tmp_path: Path, smollm2: Path) -> None:
 
 def test_fairness(tmp_path: Path, smollm2: Path) -> None:
     arms = ("fcfs", "cfs-host")
-    options = ("--requests", "6", "--seeds", "1", "--memory", "16MiB", "--arms", ",".join(arms))
+    options = ("--requests", "6", "--seeds", "1", "--first", "2", "--memory", "16MiB", "--arms", ",".join(arms))
     figures = run(tmp_path, "bench.fairness", str(smollm2), *options, "--output", str(tmp_path / "fairness"))
     for arm in arms:
         assert 0 < figures[f"{arm}_ttft_p50"]["value"] <= figures[f"{arm}_e2e_p99"]["value"]
         assert figures[f"{arm}_throughput"]["value"] > 0
         assert figures[f"{arm}_failed"]["value"] == 0
+        assert figures[f"{arm}_memory_asked_mean"]["value"] >= 0
+        assert figures[f"{arm}_memory_asked_peak"]["value"] > 0
     assert figures["cfs-host_ttft_p99"]["baseline"] == figures["fcfs_ttft_p99"]["value"]
     assert (tmp_path / "fairness" / "fairness.png").stat().st_size > 1000
 

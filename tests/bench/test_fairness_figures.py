@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forebay.bench.client import Outcome
-from forebay.bench.fairness_figures import Served, draw, jain, percentile, service, summarise
+from forebay.bench.fairness_figures import Served, draw, jain, memory_asked, percentile, service, summarise
 
 
 def outcome(tenant: str, scheduled: float, times: list[float], prompt: int = 10, failure: str | None = None) -> Outcome:
@@ -47,6 +47,24 @@ def test_service_counts_for_as_long_as_all_tenants_wait() -> None:
         10.0,
     )
     assert service(run) == pytest.approx({"a": 10 + 2 * 2, "b": 6 + 2})
+
+
+def test_memory_that_is_asked_for_counts_at_full_length_in_whole_blocks_while_something_waits() -> None:
+    """Blocks of 16 tokens of 10 bytes, in a pool of 2 of them."""
+    run = Served(
+        (
+            outcome("a", 0.0, [1.0, 10.0], prompt=15),  # 2 blocks, from 0 to 10
+            outcome("a", 4.0, [5.0], prompt=31),  # 2 more, from 4 to 5
+            outcome("b", 5.0, [6.0, 7.0], prompt=46, failure="timeout"),  # 3 more, from 5 to 7; it had asked for them
+        ),
+        0.0,
+        10.0,
+    )
+    mean, peak = memory_asked([run], 10, 2 * 160)
+    assert peak == 5 / 2
+    assert mean == pytest.approx((1 * 4 / 2 + 2 * 5 / 2) / 3)
+    assert memory_asked([run, run], 10, 2 * 160) == (pytest.approx(mean), peak)
+    assert memory_asked([run], 10, 5 * 160) == (0.0, 1.0), "it all fits"
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,36 +186,101 @@ def test_lists_that_are_none_are_refused() -> None:
 
 
 class Held(Pieces):
-    """Pieces at which a copier stays until it is let go."""
+    """Pieces at which a copier stays until it is let go: many empty ones, which are taken out first."""
 
     there = threading.Event()
     go = threading.Event()
 
-    def __len__(self) -> int:
+    def part(self, which: Any) -> Pieces:
         self.there.set()
         assert self.go.wait(30)
-        return super().__len__()
+        return super().part(which)
 
 
-def test_a_copy_that_is_cancelled_in_time_does_not_happen(stage: Stage, copier: Copier) -> None:
-    none = np.zeros(0, np.uint64)
+@contextmanager
+def held_up(copier: Copier) -> "Iterator[Future[None]]":
+    """The copier is at a copy for as long as this lasts."""
+    none = np.zeros(1 << 16, np.uint64)
     Held.there.clear()
     Held.go.clear()
     held = copier.copy(Held(none, none, none))
     try:
         assert Held.there.wait(30)
+        yield held
+    finally:
+        Held.go.set()
+    finish(held)
+
+
+def test_a_copy_that_is_cancelled_in_time_does_not_happen(stage: Stage, copier: Copier) -> None:
+    with held_up(copier) as held:
         assert not held.cancel()
         future = copier.copy(pieces([stage.own.base], [stage.lent.base], [100]))
         assert future.cancel()
         kept = copier.copy(pieces([stage.own.base + 100], [stage.lent.base], [100]))
         assert not kept.done()
-    finally:
-        Held.go.set()
     with pytest.raises(CancelledError):
         finish(future)
-    finish(held)
     finish(kept)
     stage.expect("own", "lent", pieces([stage.own.base + 100], [stage.lent.base], [100]))
+
+
+def test_a_small_copy_does_not_overtake_a_large_one_from_whichever_thread_it_comes(
+    stage: Stage, copier: Copier
+) -> None:
+    first = pieces([stage.own.base], [stage.lent.base], [stage.size])
+    second = pieces([stage.host.base], [stage.own.base], [64])  # what the first has written
+    third = pieces([stage.own.base], [stage.host.base + 64], [64])  # what the second has read
+    with held_up(copier), ThreadPoolExecutor(1) as other:
+        futures = [
+            copier.copy(first),
+            other.submit(copier.copy, second, beside_compute=True).result(30),
+            copier.copy(third),
+        ]
+        assert not any(future.done() for future in futures)
+    for future in futures:
+        finish(future)
+    stage.expect("own", "lent", first)
+    stage.expect("host", "own", second)
+    stage.expect("own", "host", third)
+
+
+def test_small_copies_of_many_threads_happen_one_after_the_other(stage: Stage, copier: Copier) -> None:
+    half = stage.size // 2
+    ways = [pieces([stage.own.base], [stage.lent.base + at], [half]) for at in (0, half)]
+
+    def copy(number: int) -> None:
+        for turn in range(50):
+            finish(copier.copy(ways[(number + turn) % 2]))
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(copy, number) for number in range(4)]:
+            done.result(60)
+    found = stage.backend.read(stage.own.base, half)
+    whole = stage.backend.read(stage.lent.base, stage.size)
+    assert found in (whole[:half], whole[half:]), "bytes of two copies are mixed"
+    stage.expect("own", "lent", ways[0 if found == whole[:half] else 1])
+
+
+def test_a_small_copy_that_nothing_is_before_is_done_on_return(stage: Stage, copier: Copier) -> None:
+    if stage.lending.cuda:
+        pytest.skip("copies between devices take their time")
+    threads: list[int] = []
+    wanted = pieces([stage.own.base], [stage.lent.base], [stage.size])
+    for large in range(3):
+        future = copier.copy(wanted)
+        assert future.done()
+        future.add_done_callback(lambda _: threads.append(threading.get_ident()))
+        stage.expect("own", "lent", wanted)
+        with held_up(copier):
+            assert not copier.copy(wanted).done(), f"after {large} large ones"
+        finish(copier.copy(pieces(*np.zeros((3, 1 << 16), np.uint64))))  # one that is waited for is not before it
+    assert threads == [threading.get_ident()] * 3
+    overlapping = pieces([stage.own.base], [stage.own.base], [1])
+    future = copier.copy(overlapping)
+    assert future.done()
+    with pytest.raises(DeviceError, match="would write what it reads"):
+        finish(future)
 
 
 def test_a_future_that_is_cancelled_anywhen_tells_what_happened(stage: Stage, copier: Copier) -> None:

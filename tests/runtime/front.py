@@ -203,11 +203,14 @@ async def front_door(
     configuration: str | None = "tests.yaml",
     body_limit: int = BODY_LIMIT,
     keyring: Keyring | None = None,
+    trust_user: bool = False,
 ) -> AsyncIterator[Front]:
     # asyncio sends small writes at once only on sockets made with the protocol's number; else each answer takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
-        app = build_app(peer.desk, TEXTS, ServerInfo("0.0", configuration, body_limit, keyring or Keyring({})))
+        app = build_app(
+            peer.desk, TEXTS, ServerInfo("0.0", configuration, body_limit, keyring or Keyring({}), trust_user)
+        )
         server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -146,6 +146,7 @@ def change(raw: dict[str, Any], path: str, value: Any) -> None:
         ("lending.tokens", {"": "long-enough"}, ["lending.tokens.", "name is empty"]),
         ("lending.tokens", {"a": "the-same-one", "b": "the-same-one"}, ["lending.tokens.a", "the same token"]),
         ("http.token", "short", ["http.token", "8 or more"]),
+        ("http.trust_user", True, ["http.trust_user", "http.token", "there is none"]),
         ("nonsense", 1, ["unknown field `nonsense`"]),
     ],
 )

@@ -1,7 +1,6 @@
 """Host memory is ready before lent memory is asked back, within its bounds, and comes back and goes like the rest."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -125,17 +124,3 @@ def test_memory_that_cannot_be_made_ready_is_made_when_it_is_needed(place: Place
         assert (loan.where, borrower.status().host) == ("host", 2 * SLAB)
         assert loan.read(0, loan.bytes) == data
         borrower._memory.prepare = prepare  # type: ignore[method-assign]
-
-
-def test_a_containers_bound_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "cgroup"
-    root.mkdir()
-    monkeypatch.setattr(host_budget, "CGROUPS", root)
-    there = host_budget.available()
-    assert there > 5 << 20
-    (root / "memory.max").write_text(f"{20 << 20}\n")
-    (root / "memory.current").write_text(f"{16 << 20}\n")
-    (root / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 20}\n")
-    assert host_budget.available() == 5 << 20
-    (root / "memory.max").write_text("max\n")
-    assert host_budget.available() > 5 << 20

@@ -74,19 +74,6 @@ async def test_a_completion_of_text(front: Front, text: ModelText) -> None:
     assert (submit.sampling.seed, submit.sampling.temperature, submit.sampling.max_tokens) == (7, 0.0, 64)
 
 
-async def test_a_request_runs_on_the_account_of_its_user_or_else_of_its_key(front: Front, text: ModelText) -> None:
-    front.peer.says(text.encode("water"))
-    tenants = []
-    for user, key in (("alice", "k1"), ("alice", "k2"), (None, "k1"), (None, "k2"), (None, None)):
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        await front.post(COMPLETIONS, {"model": "llm", "prompt": "a", "user": user}, headers=headers)
-        tenants.append((await front.peer.next_submit()).tenant)
-    alice, again, first, second, nobody = tenants
-    assert (alice, again, nobody) == ("alice", "alice", "")
-    assert len({"", first, second}) == 3
-    assert "k1" not in first, "journals record it"
-
-
 async def test_token_ids_go_through_as_they_are(front: Front, text: ModelText) -> None:
     front.peer.says(text.encode("water"))
     for prompt in ([5, 511, 9], [[5, 511, 9]]):

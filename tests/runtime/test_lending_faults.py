@@ -133,7 +133,7 @@ def test_a_lease_is_nobodys_but_its_borrowers(place: Place) -> None:
     lender = place.lender(0, 2)
     first, second = place.borrower(8), place.borrower(9)
     with first.allocate(SLAB), second.allocate(SLAB):
-        mine, theirs = (next(iter(borrower._leasing.leases.values())) for borrower in (first, second))
+        mine, theirs = (borrower._leasing.leases[0] for borrower in (first, second))
 
         async def steal() -> dict[int, int]:
             return await fetch(theirs.endpoint, Ask(theirs.number, theirs.epoch, mine.token), {os.getuid()}, 5.0)

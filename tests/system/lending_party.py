@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 from forebay.runtime.client import Borrower, Lender, Loan, Reclaimed
@@ -118,6 +119,14 @@ class BorrowerParty:
             "host": status.host,
             "complaints": status.complaints,
             "leases": [lease.lease for lease in status.leases],
+        }
+
+    def story(self) -> Any:
+        """All that it knows of itself, for people."""
+        return {
+            **asdict(self.borrower.status()),
+            "loan": None if self.loan is None else [str(piece) for piece in self.loan.pieces()],
+            "holdings": [str(lease.holding) for lease in self.borrower._leasing.leases],
         }
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 FOREBAY_SOAK_SEED chooses the order of events; what a signal meets still depends on the moment.
 """
 
+import json
 import os
 import random
 import signal
@@ -125,6 +126,14 @@ class Soak:
             Server(CONFIGURATION, self._folder, *arguments, runtime=self.scheduler.runtime)
         )
 
+    def _leases(self) -> Any:
+        return self.scheduler.get("/leases").json()
+
+    def _story(self) -> str:
+        """What the parties that live said."""
+        parties = (party for party in self.parties if party.process.alive)
+        return "\n".join(f"{party.process.role} on GPU {party.gpu}:\n{''.join(party.process.log)}" for party in parties)
+
     def settle(self) -> None:
         """Everybody who lives goes on, gives everything back, and the ledger is as if nothing had happened."""
         self.scheduler.process.send_signal(signal.SIGCONT)
@@ -136,9 +145,16 @@ class Soak:
         for borrower in (party for party in living if party.borrowing):
             assert borrower.process.ask("intact")
             borrower.process.ask("release")
-            status = borrower.process.until("status", lambda found: not found["leases"])
+            try:
+                status = borrower.process.until("status", lambda found: not found["leases"])
+            except AssertionError as error:
+                story = json.dumps(borrower.process.ask("story"), indent=1)
+                raise AssertionError(f"{error}\n{story}\nthe ledger: {self._leases()}\n{self._story()}") from None
             assert (status["peer"], status["host"]) == (0, 0)
-        until(lambda: self.scheduler.get("/leases").json(), lambda leases: leases == [], 30)
+        try:
+            until(self._leases, lambda leases: leases == [], 30)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._story()}") from None
         free = dict.fromkeys(range(LENDERS + BORROWERS), 0)
         for lender in (party for party in living if party.process.role == "lender"):
             back = 0
