@@ -29,7 +29,8 @@ def pinned(size: int) -> torch.Tensor:
     green context has gone before."""
     runtime = torch.cuda.cudart()
     pages = mmap.mmap(-1, size)
-    view: ctypes.Array[ctypes.c_char] = type("PinnedView", (ctypes.c_char * size,), {}).from_buffer(pages)
+    kind: type[ctypes.Array[ctypes.c_char]] = type("PinnedView", (ctypes.c_char * size,), {})
+    view = kind.from_buffer(pages)
     address = ctypes.addressof(view)
     status = int(runtime.cudaHostRegister(address, size, 0))
     if status:

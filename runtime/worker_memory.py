@@ -20,7 +20,7 @@ from forebay.gpu.errors import DeviceError
 from forebay.gpu.memory import Slab
 from forebay.gpu.pieces import block_pieces
 from forebay.runtime.client import Borrower, HeldLease, Lender
-from forebay.runtime.host_budget import available
+from forebay.gpu.machine_memory import available
 from forebay.runtime.recording import LaneSettings
 from forebay.runtime.spill_checks import SpillChecks
 from forebay.runtime.worker_lending import WorkerLending

@@ -291,6 +291,8 @@ class BlockPool:
                 rank = (age, len(missing), foreign, island, block)
                 if best is None or rank < best:
                     best, chosen = rank, missing
+            if best is not None and best[:4] == (0, 1, 0, False):
+                break  # nothing is better, and blocks ascend with slabs
         return chosen, 0 if best is None else best[0]
 
     def _take(self, model: str, share: _Share, slab: int) -> None:
