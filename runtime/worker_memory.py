@@ -17,10 +17,10 @@ from typing import Any
 from forebay.gpu.backend import memory_backend
 from forebay.gpu.device import Device
 from forebay.gpu.errors import DeviceError
+from forebay.gpu.machine_memory import available
 from forebay.gpu.memory import Slab
 from forebay.gpu.pieces import block_pieces
 from forebay.runtime.client import Borrower, HeldLease, Lender
-from forebay.gpu.machine_memory import available
 from forebay.runtime.recording import LaneSettings
 from forebay.runtime.spill_checks import SpillChecks
 from forebay.runtime.worker_lending import WorkerLending

@@ -16,6 +16,10 @@ SMOOTHING = 0.1
 DECODE_S, PREFILL_S = 0.02, 0.0005
 """A decode step and a token of a prompt, until there were steps."""
 
+RIDE_S = 0.00003
+"""By what a token of a prompt that goes along lengthens a decode step, until there were such steps: one H200 takes 22
+microseconds a token for Llama-3.1-8B's shape once it is busy computing."""
+
 MEASURED_SHARE = 8
 """Where a table lists several shares of the SMs, they are taken to be this near (in points) to the one that is
 asked."""
@@ -48,6 +52,7 @@ class Factors:
 
     decode: float = 1.0
     prefill: float = 1.0
+    ride: float = 1.0
     seen: set[str] = field(default_factory=set)
 
 
@@ -73,9 +78,17 @@ class Costs:
         """Seconds of a decode step of `batch` sequences of `tokens` together, beside the decodes that there are now."""
         return self._factors[model].decode * self._expected_decode(model, batch, tokens)
 
+    def ride_s(self, model: str, tokens: int) -> float:
+        """Seconds by which so many tokens of prompts lengthen the decode step that they go along with."""
+        return self._factors[model].ride * self._expected_ride(model, tokens)
+
     def _expected_prefill(self, model: str, tokens: int) -> float:
         known = self._table.prefill_s(self._names[model], tokens)
         return PREFILL_S * tokens if known is None else known
+
+    def _expected_ride(self, model: str, tokens: int) -> float:
+        known = self._table.prefill_s(self._names[model], tokens)
+        return RIDE_S * tokens if known is None else known
 
     def _expected_decode(self, model: str, batch: int, tokens: int) -> float:
         known = self._table.decode_s(self._names[model], batch, tokens / max(1, batch))
@@ -91,6 +104,14 @@ class Costs:
         elif "decode" in self._factors[model].seen and beside in self.slow:
             sample = max(1.0, seconds / (expected * self._factors[model].decode))
             self.slow[beside].decode += SMOOTHING * (sample - self.slow[beside].decode)
+
+    def ride_landed(self, model: str, batch: int, tokens: int, along: int, seconds: float) -> None:
+        """A decode step as for `decode_landed`, with `along` tokens of prompts, took so long while no prefill ran."""
+        factors = self._factors[model]
+        if "decode" in factors.seen:
+            more = max(0.0, seconds - self.decode_s(model, batch, tokens))
+            factors.ride = _learn(factors.ride, more / self._expected_ride(model, along), "ride" in factors.seen)
+            factors.seen.add("ride")
 
     def prefill_landed(self, model: str, tokens: int, seconds: float, share: int, beside: bool) -> None:
         """A prefill took so long on a share of the SMs; `beside`: whether decodes ran all the while."""

@@ -71,10 +71,16 @@ class Overlaps:
         tokens = sum(work.count for work in plan.work)
         if phase == "prefill":
             self._costs.prefill_landed(plan.model, tokens, done.seconds, plan.share, part >= BESIDE)
-        elif tokens == len(plan.work):  # no prefill went along
-            known = sum(work.start + work.count for work in plan.work)
+            return
+        decodes = [work.start + 1 for work in plan.work if work.count == 1]
+        along = tokens - len(decodes)
+        if not along:
             beside = self._share if part >= BESIDE else None
-            self._costs.decode_landed(plan.model, tokens, known, done.seconds, beside)
+            self._costs.decode_landed(plan.model, tokens, sum(decodes), done.seconds, beside)
+        elif decodes and part <= APART:
+            self._costs.ride_landed(plan.model, len(decodes), sum(decodes), along, done.seconds)
+        elif not decodes and self._phases["decode"].flying == lane.flying and part <= APART:
+            self._costs.prefill_landed(plan.model, tokens, done.seconds, 0, False)  # with the device to itself
 
     def _lane(self, plan: StepPlan, phase: str) -> _Lane:
         # The prefill lane is the device's, whatever the model.

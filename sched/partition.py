@@ -35,8 +35,12 @@ CROWDED_S = 0.25
 """For so long after another model had work a model is not the only one."""
 
 SHORT_STEP = 256
-"""Tokens, decodes included, of a step that takes little longer than one of decodes alone: until there are about 190 an
-H200 waits for the weights anyway (790 TFLOP/s over 4.2 TB/s, two operations a parameter of two bytes)."""
+"""Tokens of prompts that go along with a decode step while other models are at work. A step of 200 tokens takes little
+longer than one of few: until then an H200 waits for the weights (790 TFLOP/s over 4.2 TB/s, two operations a parameter
+of two bytes)."""
+
+LARGEST_SHORT_STEP = 512
+"""With the decodes: so far a step is launched at once (gpu/cuda_mixed.py)."""
 
 SHORT_STEPS = 4
 """What goes along in so many short steps does not need the prefill lane."""
@@ -187,7 +191,7 @@ class Auto(Turns):
                 known += sequence.known
         most = lane.step_tokens - decodes
         if lane is not self._alone:
-            most = min(most, SHORT_STEP - decodes)
+            most = min(most, SHORT_STEP, LARGEST_SHORT_STEP - decodes)
             if backlog > SHORT_STEPS * most:
                 return 0
         if not backlog or most < min(SMALLEST_CHUNK, lane.step_tokens - decodes):
@@ -197,7 +201,7 @@ class Auto(Turns):
         room = self.tpot_s(lane.model) - self.costs.decode_s(lane.model, decodes, known)
         if room < 0 and lane is not self._alone:
             return most  # they are too slow by themselves, and would be slower beside the prefill lane
-        whole = self.costs.prefill_s(lane.model, most)
+        whole = self.costs.ride_s(lane.model, most)
         tokens = most if whole <= room else _cut(most * room / whole)
         return tokens if tokens >= min(SMALLEST_CHUNK, most) else 0
 

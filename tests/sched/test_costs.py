@@ -91,6 +91,44 @@ def test_only_steps_beside_a_prefill_teach_what_a_prefill_costs_them() -> None:
     assert costs.decode_s("m", 1, 10) == pytest.approx(0.0102)
 
 
+def mixed(step: int, decodes: int, along: int) -> StepPlan:
+    works = [Work(number, 9, 1, 0, (), True) for number in range(decodes)]
+    return StepPlan(step, "m", (*works, *((Work(99, 0, along, 0, (), True),) if along else ())), "decode", 0)
+
+
+def test_steps_with_prompts_teach_what_these_cost_and_not_what_a_decode_costs() -> None:
+    costs = Costs()
+    costs.add_model("m")
+    overlaps = Overlaps(costs)
+    guessed = costs.ride_s("m", 200)
+    run(overlaps, 0.0, mixed(1, 4, 200), 0.012, 0.012)
+    assert costs.ride_s("m", 200) == guessed, "what the decodes take is not known yet"
+    run(overlaps, 1.0, mixed(2, 4, 0), 0.010, 1.010)
+    run(overlaps, 2.0, mixed(3, 4, 200), 0.012, 2.012)
+    assert costs.ride_s("m", 200) == pytest.approx(0.002)
+    assert costs.decode_s("m", 4, 40) == pytest.approx(0.010)
+    overlaps.launched(3.0, plan(4, "prefill", 64))
+    run(overlaps, 3.0, mixed(5, 4, 200), 0.030, 3.030)
+    assert costs.ride_s("m", 200) == pytest.approx(0.002), "beside a prefill it says nothing"
+
+
+def test_a_prompt_that_has_the_device_to_itself_in_a_decode_lane_teaches_what_a_prefill_costs() -> None:
+    costs = Costs()
+    costs.add_model("m")
+    costs.add_model("other")
+    overlaps = Overlaps(costs)
+    prompt, ahead = mixed(1, 0, 100), mixed(2, 1, 0)
+    overlaps.launched(0.0, prompt)
+    overlaps.launched(0.001, ahead)
+    overlaps.landed(0.006, prompt, StepDone(1, b"", b"", 0.006))
+    overlaps.landed(0.010, ahead, StepDone(2, b"", b"", 0.004))
+    assert costs.prefill_s("m", 100) == pytest.approx(0.006)
+    overlaps.launched(1.0, mixed(3, 0, 100))
+    overlaps.launched(1.0, StepPlan(4, "other", (Work(1, 9, 1, 0, (), True),), "decode", 0))
+    overlaps.landed(1.020, mixed(3, 0, 100), StepDone(3, b"", b"", 0.020))
+    assert costs.prefill_s("m", 100) == pytest.approx(0.006), "another model's decodes slowed it"
+
+
 def test_a_step_that_is_partly_beside_a_prefill_says_nothing() -> None:
     costs = Costs()
     costs.add_model("m")

@@ -6,6 +6,7 @@ from forebay.sched.cost_table import CostRow
 from forebay.sched.lane_events import ModelOpened
 from forebay.sched.launching import Launching
 from forebay.sched.partition import (
+    LARGEST_SHORT_STEP,
     SHORT_STEP,
     SHORT_STEPS,
     SMALLEST_CHUNK,
@@ -137,16 +138,17 @@ def test_short_prompts_go_along_beside_other_models_too_and_long_ones_do_not() -
         assert chunk is None or not rides, "a prompt goes one way or the other"
         return rides
 
-    assert ride(160, decodes=27) == SHORT_STEP - 27
+    assert ride(160, decodes=27) == SHORT_STEP
     assert ride(160) == SHORT_STEP, "of a model without decodes as well"
-    assert ride(SHORT_STEPS * (SHORT_STEP - 1), decodes=1) == SHORT_STEP - 1
-    assert ride(500, SHORT_STEPS * (SHORT_STEP - 1) - 499, decodes=1) == 0, "the prefill lane is quicker"
-    assert ride(160, decodes=SHORT_STEP - SMALLEST_CHUNK + 1) == 0, "that many decodes fill a step"
+    assert ride(SHORT_STEPS * SHORT_STEP, decodes=1) == SHORT_STEP
+    assert ride(500, SHORT_STEPS * SHORT_STEP - 499, decodes=1) == 0, "the prefill lane is quicker"
+    assert ride(160, decodes=LARGEST_SHORT_STEP - 100) == 100
+    assert ride(160, decodes=LARGEST_SHORT_STEP - SMALLEST_CHUNK + 1) == 0, "that many decodes fill a step"
     assert ride(decodes=27) == 0
     partition._targets = {"a": Targets(0, 0.006)}  # 1 ms left: 50 tokens
     assert ride(160, decodes=27) == 0
     partition._targets = {"a": Targets(0, 0.004)}
-    assert ride(160, decodes=27) == SHORT_STEP - 27, "too slow by themselves"
+    assert ride(160, decodes=27) == SHORT_STEP, "too slow by themselves"
 
 
 def test_a_lone_models_steps_are_all_in_one_lane_and_launched_ahead() -> None:
