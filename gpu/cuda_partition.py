@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 
 class Partitions:
     """Splits of one device by the shares that they give to their first part, in per cent: the rest is a part, too. So
-    `Partitions(context, (48, 67, 79))` has streams for 48, 52, 67, 33, 79 and 21. Whole groups of SMs only (8 on an
+    `Partitions(context, (55, 61, 48))` has streams for 55, 45, 61, 39, 48 and 52. Whole groups of SMs only (8 on an
     H200): `sms(share)` tells what it came to. Raises DeviceError for a share that is none, for more than three splits,
     and where the driver has no green contexts or too little memory; then nothing is left behind."""
 

@@ -35,13 +35,12 @@ class Slowdown:
 
 def measured_slowdowns() -> dict[int, Slowdown]:
     """By the share of the SMs that the prefill may use (0: all). Until steps show better: one H200, decode steps of
-    32 rows (Llama-3.1-8B's shape, urgent streams, all SMs) beside chunks of 2,048 tokens of another such model. Without
-    a bound 5.7 ms became 23.2, and the prefill kept 0.81 of its speed; with 48 % 6.1 ms became 7.8, and it kept 0.36
-    (python -m bench.interference). The figures for 67 and 79 % lie between these on a logarithmic scale."""
+    32 rows (Llama-3.1-8B's shape, urgent streams, all SMs) of 6.0 ms beside chunks of 2,048 tokens of another such
+    model, which alone reads 34,500 tokens/s (python -m bench.interference)."""
     return {
         0: Slowdown(4.0, 1.24),
-        79: Slowdown(2.5, 1.7),
-        67: Slowdown(2.0, 2.1),
+        61: Slowdown(1.47, 2.19),
+        55: Slowdown(1.42, 2.35),
         48: Slowdown(1.3, 2.8),
     }
 

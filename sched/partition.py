@@ -17,9 +17,9 @@ from forebay.sched.policy import PATIENCE
 from forebay.sched.sequence import Lane, Sequence, prefills
 from forebay.transport.messages import StepDone, StepPlan, Targets
 
-SPLITS = (48, 67, 79)
+SPLITS = (55, 61, 48)
 """Shares of the SMs that a prefill may be bound to, in per cent; the device splits each off when it is first asked
-for. Of an H200's 132 SMs they are 64, 88 and 104. The first is the one that `green` keeps to."""
+for. Of an H200's 132 SMs they are 72, 80 and 64. The first is the one that `green` keeps to."""
 
 SMALLEST_CHUNK = 64
 """Tokens: a smaller chunk reads all weights for too little."""

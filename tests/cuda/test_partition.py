@@ -163,7 +163,7 @@ def test_splits_that_are_none(context: CudaContext, splits: tuple[int, ...]) -> 
 
 
 def test_a_share_that_was_not_split_off_is_named(partitions: Partitions) -> None:
-    with pytest.raises(DeviceError, match="no part of 47 % of its SMs; it was split into 21, 33, 48, 52, 67, 79"):
+    with pytest.raises(DeviceError, match="no part of 47 % of its SMs; it was split into 39, 45, 48, 52, 55, 61"):
         partitions.stream(47)
 
 
@@ -172,15 +172,18 @@ def test_closing_gives_back_what_splitting_took(context: CudaContext) -> None:
         torch.cuda.synchronize()
         return int(torch.cuda.mem_get_info()[0])
 
-    for _ in range(2):  # the first makes what the driver keeps
-        before = free()
+    for number in range(6):
+        if number == 2:  # the first make what the driver keeps
+            before = free()
         made = Partitions(context, SPLITS)
         streams = [made.stream(share) for share in made.shares]
         during = free()
         assert len(set(streams)) == len(streams)
         made.close()
         made.close()
-    print(f"\nthree splits with six streams take {(before - during) >> 20} MiB")
-    assert free() >= before - (8 << 20)
+    print(
+        f"\nthree splits with six streams take {(before - during) >> 20} MiB; four times left {before - free() >> 20}"
+    )
+    assert free() >= before - (32 << 20)
     with pytest.raises(DeviceError):
         made.stream(SPLITS[0])
