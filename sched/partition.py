@@ -178,7 +178,7 @@ class Auto(Turns):
         if len(busy) > 1:
             self._crowded_until = now + CROWDED_S
         self._alone = busy[0] if len(busy) == 1 and now >= self._crowded_until else None
-        self._rides = {lane.model: self._along(lane) for lane in busy}
+        self._rides.clear()
 
     def _along(self, lane: Lane) -> int:
         """Tokens of prefill with which a step still comes within the target of the answers that it delays."""
@@ -206,12 +206,14 @@ class Auto(Turns):
         return tokens if tokens >= min(SMALLEST_CHUNK, most) else 0
 
     def ride(self, lane: Lane) -> int:
-        return self._rides.get(lane.model, 0)
+        if lane.model not in self._rides:
+            self._rides[lane.model] = self._along(lane)
+        return self._rides[lane.model]
 
     # Beside decodes --------------------------------------------------------------------------------------------------
 
     def chunk(self, now: float, lane: Lane, oldest: Sequence, decoding: Iterable[Decoding]) -> Chunk | None:
-        if self._rides.get(lane.model):
+        if self.ride(lane):
             return None
         self._delay = 0.0
         within: list[tuple[Decoding, float]] = []
