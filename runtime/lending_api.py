@@ -36,6 +36,8 @@ Deadline = Annotated[
     StrictFloat | StrictInt, Field(ge=0, le=86400, description="seconds that borrowers have to move what is there")
 ]
 DEADLINE_S = 10.0
+LEASE_NUMBER = "^[1-9][0-9]{0,14}$"
+"""As `/leases` writes it, and no other way."""
 
 Result = TypeVar("Result")
 
@@ -151,13 +153,14 @@ def lending_router(desk: Desk, operator_token: bool) -> APIRouter:
 
     @router.post("/leases/{id}/revoke", responses=_shows(_REVOKED) | _errors(403, 404, 422))
     async def revoke(
-        id: Annotated[int, Path(ge=1, lt=1 << 50)], request: Request, body: Revocation | None = None
+        id: Annotated[str, Path(pattern=LEASE_NUMBER)], request: Request, body: Revocation | None = None
     ) -> Response:
-        """Asks one lease back; answers at once. The borrower has until the deadline to move what is in it."""
+        """Asks one lease back; answers at once, with the deadline that holds (asked again, a sooner one). Until then
+        the borrower has time to move what is in it."""
         deadline_s = float((body or Revocation()).deadline_s)
         tenant = tenant_of(request)
-        answer = _done(await ask(desk.wish(lambda q: RevokeLease(q, id, tenant, deadline_s))))
-        return JSONResponse({"lease": id, "deadline_s": deadline_s, "note": answer.reason})
+        answer = _done(await ask(desk.wish(lambda q: RevokeLease(q, int(id), tenant, deadline_s))))
+        return JSONResponse({"lease": int(id), "deadline_s": answer.deadline_s, "note": answer.reason})
 
     @router.post("/reclaim", responses=_shows(_RECLAIMED) | _errors(403, 404, 422))
     async def reclaim(body: Reclaim, request: Request) -> Response:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import assert_never
 
+from forebay.sched.ledger import Lease
 from forebay.sched.lending_book import Book
 from forebay.sched.lending_events import Forget, Gpu, Keep, PairRecord
 from forebay.sched.reclaims import OperatorReclaim, Reclaims, answer, within
@@ -118,9 +119,9 @@ class Wishes:
 
     def _unmap(self, door: str, wish: Unmap) -> None:
         say, book = self._answer(door, wish.query), self._book
-        if strange := self._unknown(wish.producer, wish.consumer):
-            return say("unknown", strange)
         if (wish.producer, wish.consumer) not in book.mapping:
+            if strange := self._unknown(wish.producer, wish.consumer):
+                return say("unknown", strange)
             return say(
                 "absent", f"GPU {wish.producer} does not lend to GPU {wish.consumer}: there is nothing to delete"
             )
@@ -140,11 +141,13 @@ class Wishes:
             return say("unknown", f"there is no lease {wish.lease}, or it is over")
         if wish.tenant not in ("", lease.tenant):
             return say("forbidden", f"lease {wish.lease} is another tenant's")
-        if lease.state == "stranded":
-            return say("done", f"lease {wish.lease} is asked back already: its lender is gone")
         was = lease.state
         book.ask_back(now, lease, lease.slabs, now + within(wish.deadline_s), "an operator asks it back")
-        say("done", f"lease {wish.lease} was {was} already" if was in ("revoking", "overdue") else "")
+        notes = {"stranded": "is asked back already: its lender is gone"}
+        notes |= dict.fromkeys(("revoking", "overdue"), f"was {was} already")
+        note = f"lease {wish.lease} {notes[was]}" if was in notes else ""
+        left = None if lease.deadline is None else round(lease.deadline - now, 3)
+        book.answer(door, Answered(wish.query, "done", note, deadline_s=left))
 
     def _reclaim(self, now: float, door: str, wish: ReclaimGpu) -> None:
         say, book = self._answer(door, wish.query), self._book
@@ -155,6 +158,7 @@ class Wishes:
         if lenders and not mine:
             return say("forbidden", f"what GPU {wish.gpu} lends is another tenant's")
         operator = OperatorReclaim(door, wish.query)
+        before = [(lease, tuple(lease.asked)) for lease in book.ledger.leases.values() if lease.lender in mine]
         left = wish.bytes
         for free_only in (True, False):
             for name in mine:
@@ -167,5 +171,16 @@ class Wishes:
                     )
         if left > 0:
             operator.reason = f"GPU {wish.gpu} lends {wish.bytes - left} bytes, which is all that can be taken back"
+            operator.reason += self._hastened(now, before, wish)
         if operator.parts == 0:
             book.answer(door, answer(operator))
+
+    def _hastened(self, now: float, asked: list[tuple[Lease, tuple[int, ...]]], wish: ReclaimGpu) -> str:
+        """What was asked back of these leases before is wanted by now, too; who holds it, in words, or nothing."""
+        size, holders = 0, set()
+        for lease, slabs in asked:
+            if slabs:
+                self._book.ask_back(now, lease, slabs, now + within(wish.deadline_s), "an operator asks it back")
+                size += len(slabs) * self._book.ledger.stocks[lease.lender].slab_bytes
+                holders.add(lease.borrower)
+        return f"; {size} bytes more are asked back already, of {', '.join(sorted(holders))}" if size else ""

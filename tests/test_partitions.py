@@ -94,5 +94,6 @@ def test_the_text_is_the_same_under_every_partition_and_with_too_little_memory(
 ) -> None:
     texts, lanes = run(smollm2, partition, slabs=3)
     assert texts == expected
-    assert set(lanes) == {"decode", "prefill"}
+    # Under auto prompts as short as these go along with decodes.
+    assert set(lanes) == ({"decode"} if partition == "auto" else {"decode", "prefill"})
     assert expected[0] == expected[3], "two names of one model"

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
 from tests.cuda.test_lost_workers import Answers, configured
 from tests.system.server import Server
 from tests.system.test_neighbour import TAKEN
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 pytestmark = [pytest.mark.system, pytest.mark.model, pytest.mark.timeout(300)]
 

@@ -70,7 +70,7 @@ WIRE: list[tuple[Message, list[object]]] = [
     (RevokeLease(1, 7, "red", 2.0), ["RevokeLease", 1, 7, "red", 2.0]),
     (ReclaimGpu(1, 0, "red", 4096, 2.0), ["ReclaimGpu", 1, 0, "red", 4096, 2.0]),
     (AskLending(1, "red"), ["AskLending", 1, "red"]),
-    (Answered(1, "done", "", 4096, 0, ("b",)), ["Answered", 1, "done", "", 4096, 0, ["b"]]),
+    (Answered(1, "done", "", 4096, 0, ("b",)), ["Answered", 1, "done", "", 4096, 0, ["b"], None]),
     (
         LendingStatus(
             1,

@@ -241,7 +241,8 @@ class AskLending(Message, frozen=True):
 
 
 class Answered(Message, frozen=True):
-    """How a front door's wish ended. `yielded` and `missing` in bytes (of a reclaim)."""
+    """How a front door's wish ended. `yielded` and `missing` in bytes (of a reclaim); `deadline_s` is in force (of a
+    revocation)."""
 
     query: int
     outcome: Outcome
@@ -249,6 +250,7 @@ class Answered(Message, frozen=True):
     yielded: int = 0
     missing: int = 0
     holders: tuple[str, ...] = ()
+    deadline_s: float | None = None
 
 
 class GpuStatus(Part, frozen=True):
