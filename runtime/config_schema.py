@@ -99,7 +99,7 @@ class DeviceSection(_Section, frozen=True):
     partition: Annotated[
         Literal["auto", "streams", "green", "none"],
         Meta(
-            description="how prefills and decodes share a GPU: side by side (`streams`), with prefills bound to half "
+            description="how prefills and decodes share a GPU: side by side (`streams`), with prefills bound to 55 % "
             "of the SMs meanwhile (`green`), one after the other (`none`, and what a CPU device always does), or "
             "whichever the `targets` of the models allow (`auto`)"
         ),
